@@ -1,0 +1,94 @@
+"""SamplingParams: how one request's tokens are chosen, checked where it enters."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sample, and when to stop.  The names are the OpenAI API's and vLLM's.
+
+    ``temperature=0`` is greedy: the highest logit wins, ties to the lowest token id.
+
+    Call :meth:`validate` at every door.  It raises ``ValueError`` naming the field and its limit.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches ``top_p``; in (0, 1]."""
+    top_k: int = 0
+    """Keep the ``top_k`` most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than ``min_p`` times the most probable one; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens already in the output; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output; in [-2, 2]."""
+    seed: int | None = None
+    """The same seed, prompt and parameters give the same tokens, whatever else is in the batch."""
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many alternatives (0 to 20); None reports nothing."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of the returned text."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self) -> SamplingParams:
+        """Return self, or raise ``ValueError`` that names the first bad field and its limit."""
+        _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        _range("temperature", self.temperature, 0.0, 100.0)
+        _check(_finite(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
+        _check(self.top_k >= 0, "top_k", "0 (all) or more", self.top_k)
+        _range("min_p", self.min_p, 0.0, 1.0)
+        _check(
+            _finite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 10.0,
+            "repetition_penalty",
+            "above 0 and at most 10",
+            self.repetition_penalty,
+        )
+        _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)
+        if self.logprobs is not None:
+            _range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        _check(
+            len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(self.stop)} strings"
+        )
+        _check(all(self.stop), "stop", "made of non-empty strings", list(self.stop))
+        for token_id in self.stop_token_ids:
+            _check(token_id >= 0, "stop_token_ids", "made of token ids of 0 or more", token_id)
+        if self.logit_bias is not None:
+            _check(
+                len(self.logit_bias) <= MAX_LOGIT_BIAS,
+                "logit_bias",
+                f"at most {MAX_LOGIT_BIAS} entries",
+                f"{len(self.logit_bias)} entries",
+            )
+            for token_id, bias in self.logit_bias.items():
+                _check(token_id >= 0, "logit_bias", "keyed by token ids of 0 or more", token_id)
+                _range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        return self
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _check(ok: bool, field: str, limit: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{field} must be {limit}, got {value!r}")
+
+
+def _range(field: str, value: float, low: float, high: float) -> None:
+    _check(_finite(value) and low <= value <= high, field, f"between {low:g} and {high:g}", value)

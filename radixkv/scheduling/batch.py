@@ -1,0 +1,42 @@
+"""Batch: the work of one engine step, as the model runner needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixkv.cache import BlockCopy
+from radixkv.scheduling.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """Tokens ``start .. start + num_tokens`` of a request are computed in this step.
+
+    A decode has ``num_tokens == 1``; a prefill chunk may have any number.  The blocks are in ``request.lease.block_table`` and
+    rows before ``request.lease.write_start`` are another sequence's and must not be written.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends with the last known token, so that its logits choose the next one."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step runs.  ``copies`` must be carried out, in order, before anything is written."""
+
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(seq.num_tokens for seq in self.sequences)

@@ -1,0 +1,94 @@
+"""Request: one sequence from arrival to its last token, and what a step tells about it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.cache import Lease
+from radixkv.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probability of one sampled token, and the most probable alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step adds to one request."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class Request:
+    """A sequence of tokens that grows.  Owned by the scheduler from ``add`` until it finishes.
+
+    ``tokens`` is one int32 buffer with room for the whole output, so that a step appends without copying and the cache can be
+    handed views of it.
+    """
+
+    __slots__ = (
+        "_buffer", "arrival_time", "first_token_time", "lease", "namespace", "num_cached_tokens", "num_computed_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "request_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: NDArray[np.int32] | list[int],
+        params: SamplingParams,
+        *,
+        namespace: str = "",
+        arrival_time: float = 0.0,
+    ) -> None:
+        prompt = np.asarray(prompt_token_ids, dtype=np.int32)
+        self._buffer = np.empty(len(prompt) + params.max_tokens, dtype=np.int32)
+        self._buffer[: len(prompt)] = prompt
+        self.request_id = request_id
+        self.params = params
+        self.namespace = namespace
+        self.arrival_time = arrival_time
+        self.first_token_time: float | None = None
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = len(prompt)
+        self.num_computed_tokens = 0
+        """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the cache when the request was first admitted."""
+        self.num_preemptions = 0
+        self.lease: Lease | None = None
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Prompt and output so far: a view, int32 ``[num_tokens]``."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def prompt_token_ids(self) -> NDArray[np.int32]:
+        return self._buffer[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> NDArray[np.int32]:
+        return self._buffer[self.num_prompt_tokens : self.num_tokens]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> None:
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
