@@ -125,4 +125,4 @@ def test_copies_are_made_in_order_and_only_the_leading_rows() -> None:
 
 
 def test_the_reference_backend_loads_by_name() -> None:
-    assert load_backend("reference").paged_attention is reference.paged_attention  # type: ignore[comparison-overlap]
+    assert load_backend("reference").paged_attention is reference.paged_attention
