@@ -1,18 +1,8 @@
 """The prefix cache: no torch, no I/O, usable alone."""
 
-from __future__ import annotations
+from radixkv.cache.block_pool import BlockPool, OutOfBlocks
+from radixkv.cache.prefix_cache import BlockCopy, Lease, PrefixCache
+from radixkv.cache.radix_tree import Match, Node, RadixTree
+from radixkv.cache.stats import CacheStats, HitCounts
 
-from typing import NamedTuple
-
-
-class BlockCopy(NamedTuple):
-    """Copy the first ``num_rows`` token rows of block ``source`` to block ``target``, before the step writes anything."""
-
-    source: int
-    target: int
-    num_rows: int
-
-
-class Lease:  # replaced in the next commit
-    block_table: object
-    write_start: int
+__all__ = ["BlockCopy", "BlockPool", "CacheStats", "HitCounts", "Lease", "Match", "Node", "OutOfBlocks", "PrefixCache", "RadixTree"]

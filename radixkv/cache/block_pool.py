@@ -1,0 +1,80 @@
+"""BlockPool: physical KV blocks, handed out by id and counted by reference (PagedAttention, Kwon et al. 2023)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockIds = NDArray[np.int32]
+
+
+class OutOfBlocks(RuntimeError):
+    """Fewer blocks are free than were asked for; nothing was allocated."""
+
+
+class BlockPool:
+    """``num_blocks`` blocks of ``block_size`` tokens each; both are fixed for the pool's life.
+
+    The pool holds ids and counts, never K/V itself.  Arguments called ``blocks`` are int32 arrays of distinct ids.  Every
+    operation is O(number of ids) in numpy.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._refcounts = np.zeros(num_blocks, dtype=np.int32)
+        # A stack whose top is at num_free - 1: the block freed last is reused first, while it may still be in a CPU cache.
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def refcount(self, block: int) -> int:
+        return int(self._refcounts[block])
+
+    def allocate(self, n: int) -> BlockIds:
+        """Take ``n`` free blocks, each with a reference count of 1.
+
+        Raises :class:`OutOfBlocks`, having changed nothing, when fewer are free.
+        """
+        if n > self._num_free:
+            raise OutOfBlocks(f"{n} blocks asked for, {self._num_free} of {self.num_blocks} are free")
+        blocks = self._free[self._num_free - n : self._num_free].copy()
+        self._num_free -= n
+        self._refcounts[blocks] = 1
+        return blocks
+
+    def incref(self, blocks: BlockIds) -> None:
+        """Add a reference to each block.  Raises ``ValueError`` if one of them is free."""
+        if len(blocks) and not self._refcounts[blocks].all():
+            raise ValueError("incref of a free block")
+        self._refcounts[blocks] += 1
+
+    def decref(self, blocks: BlockIds) -> int:
+        """Drop a reference to each block; return how many became free.  Raises ``ValueError`` if one is free already."""
+        counts = self._refcounts[blocks]
+        if len(blocks) and not counts.all():
+            raise ValueError("decref of a free block")
+        counts -= 1
+        self._refcounts[blocks] = counts
+        freed = blocks[counts == 0]
+        self._free[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+        return len(freed)
+
+    def check(self) -> None:
+        """Assert that free and referenced blocks together are all blocks, each once.  O(num_blocks)."""
+        free = self._free[: self._num_free]
+        assert len(np.unique(free)) == self._num_free, "a block is free twice"
+        assert (self._refcounts >= 0).all(), "a reference count is negative"
+        assert not self._refcounts[free].any(), "a free block is referenced"
+        referenced = int(np.count_nonzero(self._refcounts))
+        assert referenced + self._num_free == self.num_blocks, (
+            f"{referenced} referenced + {self._num_free} free != {self.num_blocks} blocks"
+        )

@@ -1,0 +1,207 @@
+"""PrefixCache against a simulated KV memory: whatever happens, a row read is the row that was meant."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+
+from radixkv.cache import Lease, PrefixCache
+
+Prefix = tuple[object, ...]
+# Few token values and short prompts: sequences must often share beginnings for the interesting things to happen.
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=22)
+namespaces = st.sampled_from(["", "tenant"])
+
+
+class Sequence:
+    """A lease, its tokens, and how many of them have K/V in the simulated memory."""
+
+    def __init__(self, lease: Lease, tokens: list[int]) -> None:
+        self.lease = lease
+        self.tokens = tokens
+        self.computed = lease.num_computed_tokens
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The K/V of a position is modelled as (namespace, all tokens up to it): what real K/V depend on, and nothing else."""
+
+    live = Bundle("live")
+
+    @initialize(num_blocks=st.integers(2, 24), block_size=st.sampled_from([1, 2, 4]))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.cache = PrefixCache(num_blocks, block_size)
+        self.memory: dict[tuple[int, int], Prefix] = {}
+        self.sequences: list[Sequence] = []
+        self.published: set[Prefix] = set()
+        self.ever_evicted = False
+
+    # -- helpers
+
+    def content(self, seq: Sequence, position: int) -> Prefix:
+        return (seq.lease.namespace, *seq.tokens[: position + 1])
+
+    def slot(self, seq: Sequence, position: int) -> tuple[int, int]:
+        size = self.cache.block_size
+        return int(seq.lease.block_table[position // size]), position % size
+
+    def do_copies(self) -> None:
+        for copy in self.cache.take_copies():
+            for row in range(copy.num_rows):
+                self.memory[copy.target, row] = self.memory[copy.source, row]
+
+    def compute(self, seq: Sequence, end: int) -> None:
+        """Write K/V as an engine would, then read all of them as attention would."""
+        for position in range(seq.computed, end):
+            if position >= seq.lease.write_start:
+                self.memory[self.slot(seq, position)] = self.content(seq, position)
+        seq.computed = end
+        for position in range(end):
+            assert self.memory[self.slot(seq, position)] == self.content(seq, position), f"wrong K/V at position {position}"
+
+    def remember(self, seq: Sequence, end: int) -> None:
+        size = self.cache.block_size
+        for full in range(size, end + 1, size):
+            self.published.add((seq.lease.namespace, *seq.tokens[:full]))
+
+    # -- rules
+
+    @rule(target=live, tokens=prompts, namespace=namespaces, room=st.integers(0, 5), headroom=st.integers(0, 3))
+    def acquire(self, tokens: list[int], namespace: str, room: int, headroom: int) -> object:
+        cache, size = self.cache, self.cache.block_size
+        before = cache.stats()
+        lease = cache.acquire(np.array(tokens, dtype=np.int32), namespace=namespace, max_new_tokens=room, headroom=headroom)
+        if lease is None:
+            after = cache.stats()
+            assert (after.blocks_free, after.nodes, after.evicted_blocks) == (before.blocks_free, before.nodes, before.evicted_blocks)
+            assert -(-(len(tokens) + room) // size) + headroom > before.blocks_free or cache.num_available_blocks < before.blocks_total
+            return multiple()
+        self.ever_evicted |= cache.stats().evicted_blocks > before.evicted_blocks
+        assert lease.num_cached_tokens <= len(tokens) - 1, "no token is left to compute"
+        assert len(lease.block_table) * size >= len(tokens) + room
+        longest = max((full for full in range(size, len(tokens) + 1, size) if (namespace, *tokens[:full]) in self.published), default=0)
+        if not self.ever_evicted:
+            assert lease.num_matched_tokens >= longest, "a published prefix was not found"
+        self.do_copies()
+        seq = Sequence(lease, tokens)
+        self.compute(seq, lease.num_cached_tokens)
+        self.sequences.append(seq)
+        return seq
+
+    @rule(first=prompts, tails=st.lists(prompts, min_size=1, max_size=3))
+    def schedule_together(self, first: list[int], tails: list[list[int]]) -> None:
+        """One step: each sequence is published before any K/V is written, so that the later ones share the first one's blocks."""
+        scheduled = []
+        for tokens in (first, *(first + tail for tail in tails)):
+            before = self.cache.stats().evicted_blocks
+            lease = self.cache.acquire(np.array(tokens, dtype=np.int32))
+            self.ever_evicted |= self.cache.stats().evicted_blocks > before
+            if lease is not None:
+                self.cache.publish(lease, np.array(tokens, dtype=np.int32), len(tokens))
+                scheduled.append(Sequence(lease, tokens))
+        for seq in scheduled[1:] if not self.ever_evicted else []:
+            size = self.cache.block_size
+            assert seq.lease.num_matched_tokens >= len(first) // size * size, "a prefix of the same step was not shared"
+        self.do_copies()
+        for seq in scheduled:
+            seq.computed = seq.lease.num_cached_tokens
+            for position in range(max(seq.computed, seq.lease.write_start), len(seq.tokens)):
+                self.memory[self.slot(seq, position)] = self.content(seq, position)
+        for seq in scheduled:
+            self.compute(seq, len(seq.tokens))
+            self.remember(seq, len(seq.tokens))
+            self.sequences.append(seq)
+
+    @rule(seq=live, n=st.integers(1, 9))
+    def compute_and_publish(self, seq: Sequence, n: int) -> None:
+        if seq not in self.sequences:
+            return
+        end = min(seq.computed + n, len(seq.tokens))
+        self.compute(seq, end)
+        self.cache.publish(seq.lease, np.array(seq.tokens, dtype=np.int32), end)
+        self.do_copies()
+        self.compute(seq, end)
+        self.remember(seq, end)
+
+    @rule(seq=live, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def decode(self, seq: Sequence, tokens: list[int]) -> None:
+        if seq not in self.sequences:
+            return
+        room = seq.lease.num_tokens - len(seq.tokens)
+        before, evicted = self.cache.pool.num_free, self.cache.stats().evicted_blocks
+        missing = len(tokens) - room
+        if missing > 0 and not self.cache.extend(seq.lease, missing):
+            assert self.cache.pool.num_free == before
+            return
+        self.ever_evicted |= self.cache.stats().evicted_blocks > evicted
+        seq.tokens = seq.tokens + tokens
+
+    @rule(target=live, seq=live, n=st.integers(1, 3))
+    def fork(self, seq: Sequence, n: int) -> object:
+        if seq not in self.sequences:
+            return multiple()
+        seq.lease.num_computed_tokens = seq.computed
+        evicted = self.cache.stats().evicted_blocks
+        leases = self.cache.fork(seq.lease, n)
+        self.ever_evicted |= self.cache.stats().evicted_blocks > evicted
+        if leases is None:
+            return multiple()
+        self.do_copies()
+        children = [Sequence(lease, seq.tokens[: seq.computed]) for lease in leases]
+        for child in children:
+            self.compute(child, child.computed)
+        self.sequences.extend(children)
+        return multiple(*children)
+
+    @rule(seq=consumes(live))
+    def release(self, seq: Sequence) -> None:
+        if seq in self.sequences:
+            self.sequences.remove(seq)
+            self.cache.release(seq.lease)
+
+    @rule(tokens=prompts)
+    def abort_before_the_copies_are_made(self, tokens: list[int]) -> None:
+        before = self.cache.stats().evicted_blocks
+        lease = self.cache.acquire(np.array(tokens, dtype=np.int32))
+        self.ever_evicted |= self.cache.stats().evicted_blocks > before
+        if lease is not None:
+            self.cache.release(lease)
+
+    @precondition(lambda self: self.cache.tree.num_unlocked_blocks)
+    @rule(n=st.integers(1, 5))
+    def evict(self, n: int) -> None:
+        evictable = self.cache.tree.num_unlocked_blocks
+        assert self.cache.evict(n) == min(n, evictable)
+        self.ever_evicted = True
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        self.ever_evicted = True
+        assert self.cache.stats().blocks_cached == 0
+
+    # -- always
+
+    @invariant()
+    def nothing_is_out_of_order(self) -> None:
+        self.cache.check()
+
+    @invariant()
+    def every_live_sequence_reads_its_own_kv(self) -> None:
+        for seq in self.sequences:
+            self.compute(seq, seq.computed)
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            for seq in self.sequences:
+                self.cache.release(seq.lease)
+            self.cache.check()
+            assert self.cache.num_available_blocks == self.cache.pool.num_blocks, "a block leaked"
+            self.cache.reset()
+            assert self.cache.pool.num_free == self.cache.pool.num_blocks
+            assert not list(self.cache.tree.nodes())
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
