@@ -1,0 +1,28 @@
+"""``python -m bench NAME``: finds the benchmark and hands it the rest of the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHES = {
+    "cpu-kernels": "the native CPU kernels: matrix products and paged attention against the memory's speed",
+    "serving": "an OpenAI-compatible server under a shared prefix, agent loops, and prompts that share nothing",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run a benchmark; returns its exit code, or 2 if there is none of that name."""
+    if argv and argv[0] in BENCHES:
+        return importlib.import_module(f"bench.{argv[0].replace('-', '_')}").main(argv[1:]) or 0
+    listing = "\n".join(f"  {name:<14}{line}" for name, line in BENCHES.items())
+    usage = f"usage: python -m bench NAME [options]   (NAME --help shows the options)\n\n{listing}"
+    if argv and argv[0] not in ("--help", "-h"):
+        print(f"no benchmark is named {argv[0]!r}\n{usage}", file=sys.stderr)
+        return 2
+    print(usage)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
