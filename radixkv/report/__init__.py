@@ -1,0 +1,1 @@
+"""What the prefix cache does for its users: live reports, and simulation over recorded traces."""

@@ -1,0 +1,167 @@
+"""The command line.  Commands import what they need when they run, so that ``radixkv --help`` loads no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.types import ExistingFile
+from cyclopts.validators import Number
+
+from radixkv import __version__
+from radixkv.config import EngineConfig
+
+app = App(
+    name="radixkv",
+    version=__version__,
+    help_format="markdown",
+    help="""LLM inference whose prompts share their key-value cache, and which shows where the hits come from.
+
+    Serve a small real model on this machine, ask it something, see what the cache saved:
+
+        radixkv serve
+        curl -X POST http://127.0.0.1:8000/v1/completions \\
+             -d '{"prompt": "The capital of France is"}'
+        radixkv report
+
+    Without a server: `radixkv generate "The capital of France is"`. Without a model: `radixkv replay TRACE.jsonl` tells what hit
+    rate a recorded workload would reach at a given cache size. `radixkv COMMAND --help` explains each.
+    """,
+    suppress_keyboard_interrupt=False,
+    print_error=False,
+    exit_on_error=False,
+    result_action="return_value",
+)
+
+ENGINE = Group("Engine", help="What the engine is started with.", sort_key=1)
+Engine = Annotated[EngineConfig, Parameter(name="*", group=ENGINE)]
+DEFAULTS = EngineConfig()
+
+
+@app.command
+def serve(
+    *,
+    host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
+    zmq: str | None = None,
+    config: Engine = DEFAULTS,
+) -> None:
+    """Serve a model over the OpenAI HTTP API, and over ZeroMQ if asked.
+
+    The first start fetches the default model (about 100 MB) into your cache folder. Ctrl-C stops the server and its worker.
+
+    Parameters
+    ----------
+    host
+        Address to listen on. There is no authentication: keep to loopback unless something in front provides it.
+    port
+        Port to listen on.
+    zmq
+        ZeroMQ endpoint to offer as well, as in `ipc:///tmp/radixkv.sock` or `tcp://127.0.0.1:5555`.
+    """
+    from radixkv.server.launcher import serve as launch
+
+    launch(config, host=host, port=port, zmq=zmq)
+
+
+@app.command
+def report(url: str = "http://127.0.0.1:8000", *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Print the hit rate of a running server so far, for each namespace, and what it saved.
+
+    Parameters
+    ----------
+    url
+        Where the server is.
+    json
+        Print JSON instead of text.
+    """
+    from radixkv.report.report import fetch_report
+
+    result = fetch_report(url)
+    if json:
+        _print_json(result)
+    else:
+        from rich.console import Console
+
+        Console().print(result)
+
+
+@app.command
+def replay(
+    trace: ExistingFile,
+    *,
+    capacity_blocks: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    policy: Literal["lru"] = "lru",
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Simulate the prefix cache over a recorded workload: what hit rate would a cache of this size reach?
+
+    A trace is a JSON-lines file in the format of the Mooncake traces. A line is one request: `timestamp` in milliseconds,
+    `input_length` and `output_length` in tokens, and `hash_ids`, one id for each 512-token block of the prompt, where equal ids
+    mean an equal block after an equal prefix. No model is needed.
+
+    Parameters
+    ----------
+    trace
+        The trace file.
+    capacity_blocks
+        Size of the cache in trace blocks of 512 tokens. Unbounded if not given.
+    policy
+        Order of eviction: `lru` is least recently used first.
+    json
+        Print JSON instead of text.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from radixkv.report.replay import replay as simulate
+    from radixkv.report.trace import read_trace
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("replaying", total=None)
+        result = simulate(
+            read_trace(trace),
+            capacity_blocks,
+            policy=policy,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if json:
+        _print_json(result)
+    else:
+        Console().print(result)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code is 0, 2 for bad input, 130 after Ctrl-C, or 1 when something else failed."""
+    try:
+        app(argv)
+    except KeyboardInterrupt:
+        return 130
+    except CycloptsError as error:
+        return _fail(2, f"{error}\nTry `radixkv --help`.")
+    except ValueError as error:
+        return _fail(2, str(error))
+    except OSError as error:
+        return _fail(1, str(error))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "radixkv":
+            raise
+        return _fail(1, f"this command needs the Python package {error.name!r}: pip install 'radixkv[server]'")
+    return 0
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"radixkv: {message}", file=sys.stderr)
+    return code
+
+
+def _print_json(result: object) -> None:
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(result)).decode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
