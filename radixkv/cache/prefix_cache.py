@@ -192,6 +192,8 @@ class PrefixCache:
         partial copies now.  Call it between steps, when the K/V that ``publish`` was told of are computed.
         """
         full, rows = divmod(lease.num_computed_tokens, self.block_size)
+        if full < lease._num_published:  # the whole prompt was cached: its last token is yet to be computed, but not its K/V
+            full, rows = lease._num_published, 0
         if rows and n > self.num_available_blocks:
             return None
         children = []
@@ -199,10 +201,10 @@ class PrefixCache:
             shared = lease._table[:full].copy()
             self.pool.incref(shared)
             fresh = self._allocate(1 if rows else 0)
-            child = Lease(lease._node, lease.namespace, np.concatenate((shared, fresh)), lease.num_computed_tokens)
+            child = Lease(lease._node, lease.namespace, np.concatenate((shared, fresh)), full * self.block_size + rows)
             self.tree.lock(child._node)
-            child.num_matched_tokens = child.num_cached_tokens = child.num_computed_tokens = lease.num_computed_tokens
-            child.write_start = lease.num_computed_tokens
+            child.num_matched_tokens = child.write_start = child.num_tokens
+            child.num_cached_tokens = child.num_computed_tokens = lease.num_computed_tokens
             child._num_published = lease._num_published
             if rows:
                 source = lease._table[full : full + 1]

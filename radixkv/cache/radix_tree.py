@@ -373,7 +373,7 @@ def _closest(children: dict[bytes, Node], tokens: Tokens) -> Node | None:
     if isinstance(children, SortedDict):
         at = children.bisect_left(tokens.tobytes())
         keys = children.keys()
-        candidates = [children[keys[i]] for i in (at - 1, at) if 0 <= i < len(keys)]
+        candidates: list[Node] = [children[keys[i]] for i in (at - 1, at) if 0 <= i < len(keys)]
     else:
         candidates = list(children.values())
     size = len(tokens)

@@ -74,13 +74,21 @@ class CacheMachine(RuleBasedStateMachine):
         lease = cache.acquire(np.array(tokens, dtype=np.int32), namespace=namespace, max_new_tokens=room, headroom=headroom)
         if lease is None:
             after = cache.stats()
-            assert (after.blocks_free, after.nodes, after.evicted_blocks) == (before.blocks_free, before.nodes, before.evicted_blocks)
-            assert -(-(len(tokens) + room) // size) + headroom > before.blocks_free or cache.num_available_blocks < before.blocks_total
+            assert (after.blocks_free, after.nodes, after.evicted_blocks) == (
+                before.blocks_free,
+                before.nodes,
+                before.evicted_blocks,
+            )
+            assert (
+                -(-(len(tokens) + room) // size) + headroom > before.blocks_free or cache.num_available_blocks < before.blocks_total
+            )
             return multiple()
         self.ever_evicted |= cache.stats().evicted_blocks > before.evicted_blocks
         assert lease.num_cached_tokens <= len(tokens) - 1, "no token is left to compute"
         assert len(lease.block_table) * size >= len(tokens) + room
-        longest = max((full for full in range(size, len(tokens) + 1, size) if (namespace, *tokens[:full]) in self.published), default=0)
+        longest = max(
+            (full for full in range(size, len(tokens) + 1, size) if (namespace, *tokens[:full]) in self.published), default=0
+        )
         if not self.ever_evicted:
             assert lease.num_matched_tokens >= longest, "a published prefix was not found"
         self.do_copies()
@@ -148,7 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
         if leases is None:
             return multiple()
         self.do_copies()
-        children = [Sequence(lease, seq.tokens[: seq.computed]) for lease in leases]
+        children = [Sequence(lease, seq.tokens[: lease.num_tokens]) for lease in leases]
         for child in children:
             self.compute(child, child.computed)
         self.sequences.extend(children)
