@@ -1,0 +1,106 @@
+"""Llama: the forward pass that Llama, Mistral, Qwen2 and Qwen3 share, over a packed batch and a paged KV cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from radixkv.kernels import AttentionMetadata, Backend
+from radixkv.model.config import ModelConfig
+from radixkv.model.kv_storage import KVStorage
+from radixkv.model.rope import cos_sin_table
+
+
+class Layer(NamedTuple):
+    """One decoder layer's weights; ``next_norm`` is the input norm of the layer after it, or the model's last norm."""
+
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
+    post_norm: Tensor
+    next_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class Llama:
+    """Weights packed for one backend.
+
+    ``get(name)`` gives a weight under its Hugging Face name, in the dtype and on the device of the model.  Weights are asked for
+    one after the other and packed at once, so that memory peaks at about one copy of the model.
+    """
+
+    def __init__(self, config: ModelConfig, get: Callable[[str], Tensor], backend: Backend) -> None:
+        self.config = config
+        self._backend = backend
+        self._embedding = get("model.embed_tokens.weight")
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        table = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
+        self._cos_sin = table.to(self.device)
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+
+        def packed(prefix: str, names: tuple[str, ...], has_bias: bool) -> Any:
+            weight = torch.cat([get(f"{prefix}.{name}.weight") for name in names])
+            bias = torch.cat([get(f"{prefix}.{name}.bias") for name in names]) if has_bias else None
+            return backend.pack_linear(weight, bias)
+
+        self._layers: list[Layer] = []
+        self._first_norm = get("model.layers.0.input_layernorm.weight")
+        for i in range(config.num_layers):
+            prefix = f"model.layers.{i}"
+            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            last = i + 1 == config.num_layers
+            self._layers.append(
+                Layer(
+                    qkv=packed(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+                    o=packed(attention, ("o_proj",), config.o_bias),
+                    gate_up=packed(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+                    down=packed(mlp, ("down_proj",), config.mlp_bias),
+                    post_norm=get(f"{prefix}.post_attention_layernorm.weight"),
+                    next_norm=get("model.norm.weight" if last else f"model.layers.{i + 1}.input_layernorm.weight"),
+                    q_norm=get(f"{attention}.q_norm.weight") if config.qk_norm else None,
+                    k_norm=get(f"{attention}.k_norm.weight") if config.qk_norm else None,
+                )
+            )
+        head = self._embedding if config.tie_word_embeddings else get("lm_head.weight")
+        self._lm_head = backend.pack_linear(head, None)
+
+    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv: KVStorage) -> Tensor:
+        """Hidden states ``[T, hidden]`` of int64 ``token_ids`` ``[T]``, after the last norm; their K and V go into ``kv``.
+
+        All K/V of a layer are written before its attention reads: a sequence may read blocks that another fills in this step.
+        """
+        # Bound to locals: a decode step on a CPU is short enough for attribute look-ups in 30 layers to count.
+        backend = self._backend
+        linear, add_rms_norm, silu_mul = backend.linear, backend.add_rms_norm, backend.silu_mul
+        rope, write_kv, paged_attention = backend.rope, backend.write_kv, backend.paged_attention
+        heads = [self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads]
+        head_dim, eps, scale, cos_sin = self.config.head_dim, self.config.rms_norm_eps, self._scale, self._cos_sin
+        positions, slots = metadata.positions, metadata.slot_mapping
+        num_tokens = token_ids.shape[0]
+
+        residual = functional.embedding(token_ids, self._embedding)
+        x: Tensor = backend.rms_norm(residual, self._first_norm, eps)
+        for (qkv, o, gate_up, down, post_norm, next_norm, q_norm, k_norm), (k_cache, v_cache) in zip(
+            self._layers, kv.layers, strict=True
+        ):
+            q, k, v = linear(x, qkv).view(num_tokens, -1, head_dim).split(heads, 1)
+            if q_norm is not None and k_norm is not None:
+                q, k = backend.rms_norm(q.contiguous(), q_norm, eps), backend.rms_norm(k.contiguous(), k_norm, eps)
+            rope(q, k, positions, cos_sin)
+            write_kv(k, v, k_cache, v_cache, slots)
+            attended = paged_attention(q, k_cache, v_cache, metadata, scale).view(num_tokens, -1)
+            x = add_rms_norm(linear(attended, o), residual, post_norm, eps)
+            x = add_rms_norm(linear(silu_mul(linear(x, gate_up)), down), residual, next_norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 ``[n, vocab]`` of hidden states ``[n, hidden]``."""
+        logits: Tensor = self._backend.linear(hidden, self._lm_head)
+        return logits.float()

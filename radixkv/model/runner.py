@@ -1,0 +1,170 @@
+"""ModelRunner: a scheduler's batch in, one row of logits out for each sequence that samples.
+
+On CUDA, batches of decodes alone run through graphs captured for a few batch sizes; smaller batches are padded up to the next one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.kernels import AttentionMetadata
+from radixkv.model.kv_storage import KVStorage
+from radixkv.model.llama import Llama
+from radixkv.scheduling.batch import Batch
+
+
+class Inputs(NamedTuple):
+    """A batch as numpy arrays; shapes and types are those of :class:`~radixkv.kernels.AttentionMetadata`."""
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    query_start_loc: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    sampled_rows: NDArray[np.int64]
+    max_query_len: int
+    max_seq_len: int
+
+
+def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
+    """Flatten a batch: O(sequences) in Python, O(tokens) in numpy."""
+    sequences = batch.sequences
+    starts = np.array([seq.start for seq in sequences])
+    counts = np.array([seq.num_tokens for seq in sequences])
+    leases = [lease for seq in sequences if (lease := seq.request.lease) is not None]
+    if len(leases) < len(sequences):
+        raise ValueError("every scheduled sequence must hold a lease on its blocks")
+    ends = starts + counts
+    num_blocks = -(-ends // block_size)
+    tables = np.zeros((len(sequences), num_blocks.max()), dtype=np.int32)
+    for row, lease, n in zip(tables, leases, num_blocks.tolist(), strict=True):
+        row[:n] = lease.block_table[:n]
+    query_start_loc = np.zeros(len(sequences) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start_loc[1:])
+
+    row_of_token = np.repeat(np.arange(len(sequences)), counts)
+    positions = np.arange(len(row_of_token)) + (starts - query_start_loc[:-1])[row_of_token]
+    slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    slots[positions < np.array([lease.write_start for lease in leases])[row_of_token]] = -1
+    return Inputs(
+        token_ids=np.concatenate([seq.request.tokens[seq.start : seq.end] for seq in sequences]).astype(np.int64),
+        positions=positions,
+        slot_mapping=slots,
+        query_start_loc=query_start_loc,
+        seq_lens=ends.astype(np.int32),
+        block_tables=tables,
+        sampled_rows=query_start_loc[1:][[seq.samples for seq in sequences]].astype(np.int64) - 1,
+        max_query_len=int(counts.max()),
+        max_seq_len=int(ends.max()),
+    )
+
+
+class ModelRunner:
+    """Runs batches of at most ``max_num_seqs`` sequences of at most ``max_model_len`` tokens."""
+
+    def __init__(self, model: Llama, kv: KVStorage, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.model = model
+        self.kv = kv
+        self._graphs = DecodeGraphs(model, kv, max_num_seqs, max_model_len) if model.device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """float32 logits ``[n, vocab]``: a row for each sequence with ``samples``, in the batch's order.
+
+        Block copies are made first. Sequences whose last known token is not in the batch give no row.
+        """
+        if batch.copies:
+            self.kv.copy(batch.copies)
+        if not batch.sequences:
+            return torch.empty(0, self.model.config.vocab_size, device=self.model.device)
+        inputs = prepare_inputs(batch, self.kv.block_size)
+        if self._graphs is not None and inputs.max_query_len == 1:
+            logits = self._graphs.replay(inputs)
+            return logits if len(inputs.sampled_rows) == len(logits) else logits[self._to_device(inputs.sampled_rows)]
+        hidden = self.model.forward(self._to_device(inputs.token_ids), self._metadata(inputs), self.kv)
+        if len(inputs.sampled_rows) < len(hidden):
+            hidden = hidden[self._to_device(inputs.sampled_rows)]
+        return self.model.logits(hidden)
+
+    def _metadata(self, inputs: Inputs) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_start_loc=self._to_device(inputs.query_start_loc),
+            seq_lens=self._to_device(inputs.seq_lens),
+            block_tables=self._to_device(inputs.block_tables),
+            slot_mapping=self._to_device(inputs.slot_mapping),
+            positions=self._to_device(inputs.positions),
+            max_query_len=inputs.max_query_len,
+            max_seq_len=inputs.max_seq_len,
+        )
+
+    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.model.device, non_blocking=True)
+
+
+class DecodeGraphs:
+    """CUDA graphs of a decode step, for padded batch sizes 1, 2, 4, 8, 16, 24, ..., captured at start-up.
+
+    A graph reads fixed buffers, so a step copies its inputs there.  Padding rows write nothing (slot -1) and read a row of block 0.
+    """
+
+    def __init__(self, model: Llama, kv: KVStorage, max_num_seqs: int, max_model_len: int) -> None:
+        sizes = [1, 2, 4, *range(8, max_num_seqs + 8, 8)]
+        self._sizes = sizes[: bisect.bisect_left(sizes, max_num_seqs) + 1]
+        most, device = self._sizes[-1], model.device
+        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._max_blocks = -(-max_model_len // kv.block_size)
+        self._metadata = AttentionMetadata(
+            query_start_loc=torch.arange(most + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.ones(most, dtype=torch.int32, device=device),
+            block_tables=torch.zeros(most, self._max_blocks, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((most,), -1, dtype=torch.int64, device=device),
+            positions=torch.zeros(most, dtype=torch.int64, device=device),
+            max_query_len=1,
+            max_seq_len=max_model_len,
+        )
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        pool = None
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # the largest first: the others fit in its memory pool
+                metadata = self._padded_to(size)
+                run = lambda size=size, metadata=metadata: model.logits(model.forward(self._token_ids[:size], metadata, kv))  # noqa: E731
+                run()  # compiles kernels, which a capture may not
+                torch.cuda.synchronize(device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    logits = run()
+                pool = pool or graph.pool()
+                self._graphs[size] = graph, logits
+
+    def _padded_to(self, size: int) -> AttentionMetadata:
+        m = self._metadata
+        return AttentionMetadata(
+            m.query_start_loc[: size + 1], m.seq_lens[:size], m.block_tables[:size], m.slot_mapping[:size], m.positions[:size],
+            m.max_query_len, m.max_seq_len,
+        )  # fmt: skip
+
+    def replay(self, inputs: Inputs) -> Tensor:
+        """float32 logits ``[S, vocab]`` of a batch of ``S`` decodes; overwritten by the next replay."""
+        count = len(inputs.seq_lens)
+        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        m = self._metadata
+        for buffer, values, padding in (
+            (self._token_ids, inputs.token_ids, 0),
+            (m.positions, inputs.positions, 0),
+            (m.slot_mapping, inputs.slot_mapping, -1),
+            (m.seq_lens, inputs.seq_lens, 1),
+        ):
+            buffer[:count].copy_(torch.from_numpy(values), non_blocking=True)
+            buffer[count:size] = padding
+        m.block_tables[:count, : inputs.block_tables.shape[1]].copy_(torch.from_numpy(inputs.block_tables), non_blocking=True)
+        m.block_tables[count:size, 0] = 0
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:count]
