@@ -119,11 +119,10 @@ class DecodeGraphs:
         self._sizes = sizes[: bisect.bisect_left(sizes, max_num_seqs) + 1]
         most, device = self._sizes[-1], model.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._max_blocks = -(-max_model_len // kv.block_size)
         self._metadata = AttentionMetadata(
             query_start_loc=torch.arange(most + 1, dtype=torch.int32, device=device),
             seq_lens=torch.ones(most, dtype=torch.int32, device=device),
-            block_tables=torch.zeros(most, self._max_blocks, dtype=torch.int32, device=device),
+            block_tables=torch.zeros(most, -(-max_model_len // kv.block_size), dtype=torch.int32, device=device),
             slot_mapping=torch.full((most,), -1, dtype=torch.int64, device=device),
             positions=torch.zeros(most, dtype=torch.int64, device=device),
             max_query_len=1,
@@ -133,22 +132,21 @@ class DecodeGraphs:
         pool = None
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the largest first: the others fit in its memory pool
-                metadata = self._padded_to(size)
-                run = lambda size=size, metadata=metadata: model.logits(model.forward(self._token_ids[:size], metadata, kv))  # noqa: E731
-                run()  # compiles kernels, which a capture may not
+                self._step(model, kv, size)  # compiles kernels, which a capture may not
                 torch.cuda.synchronize(device)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    logits = run()
+                    logits = self._step(model, kv, size)
                 pool = pool or graph.pool()
                 self._graphs[size] = graph, logits
 
-    def _padded_to(self, size: int) -> AttentionMetadata:
+    def _step(self, model: Llama, kv: KVStorage, size: int) -> Tensor:
         m = self._metadata
-        return AttentionMetadata(
+        first = AttentionMetadata(
             m.query_start_loc[: size + 1], m.seq_lens[:size], m.block_tables[:size], m.slot_mapping[:size], m.positions[:size],
             m.max_query_len, m.max_seq_len,
         )  # fmt: skip
+        return model.logits(model.forward(self._token_ids[:size], first, kv))
 
     def replay(self, inputs: Inputs) -> Tensor:
         """float32 logits ``[S, vocab]`` of a batch of ``S`` decodes; overwritten by the next replay."""
