@@ -1,0 +1,373 @@
+"""Clients of the ZeroMQ door: :class:`Client` for plain code, :class:`AsyncClient` for asyncio.
+
+with Client("tcp://127.0.0.1:5555") as client:
+    print(client.generate("The capital of France is", SamplingParams(max_tokens=8)).text)
+    for delta in client.stream([{"role": "user", "content": "Tell me a story."}]):
+        print(delta.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from radixkv.server.errors import InvalidRequest, Unavailable
+from radixkv.server.messages import (
+    Alive,
+    Cancel,
+    ChatMessage,
+    Delta,
+    Failed,
+    Finished,
+    GetStats,
+    Message,
+    Parser,
+    ResetCache,
+    Stats,
+    Submit,
+    ToClient,
+    Usage,
+    frames,
+)
+
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.request import FinishReason, TokenLogprobs
+
+__all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Stream"]
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""A text or token ids to continue, or a chat's messages (``{"role": ..., "content": ...}``) to answer."""
+SILENCE_SECONDS = 10.0
+"""A server that says nothing for so long, though it owes an answer and sends a sign of life each second, is gone."""
+DEFAULT_PARAMS = SamplingParams()
+
+
+class Choice(msgspec.Struct, frozen=True):
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A finished request: one choice, or ``n`` of them."""
+
+    choices: list[Choice]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+class _Base:
+    """What both clients share: what they put on their socket, and how long they wait for an answer."""
+
+    def __init__(self, endpoint: str, timeout: float | None) -> None:
+        self.endpoint = endpoint
+        self.timeout = timeout
+        self._parse: Parser[ToClient] = Parser(ToClient)
+        self._ids = map(str, itertools.count())
+        self._heard = 0.0
+
+    def _connect(self, socket: zmq.Socket[Any]) -> None:
+        socket.setsockopt(zmq.LINGER, 500)  # so that a last Cancel arrives
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.IPV6, self.endpoint.startswith("tcp://["))
+        socket.connect(self.endpoint)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, n: int, namespace: str) -> Submit:
+        submit = Submit(id=next(self._ids), params=params, n=n, namespace=namespace)
+        if isinstance(prompt, str):
+            return msgspec.structs.replace(submit, prompt=prompt)
+        if len(prompt) and isinstance(prompt[0], dict):
+            try:
+                return msgspec.structs.replace(submit, messages=msgspec.convert(list(prompt), list[ChatMessage]))
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(f"messages: {error}", param="messages") from None
+        return msgspec.structs.replace(submit, prompt=[int(token_id) for token_id in prompt])  # type: ignore[call-overload]
+
+    def _deadline(self) -> float:
+        return float("inf") if self.timeout is None else time.monotonic() + self.timeout
+
+    def _patience(self, deadline: float) -> float:
+        """Seconds to wait for the next message.  Raises ``TimeoutError`` or ``Unavailable`` where none are left."""
+        now = time.monotonic()
+        if now >= deadline:
+            raise TimeoutError(f"{self.endpoint}: not done within {self.timeout:g} s")
+        if now >= self._heard + SILENCE_SECONDS:
+            raise Unavailable(f"{self.endpoint}: no sign of life for {SILENCE_SECONDS:g} s")
+        return min(self._heard + SILENCE_SECONDS, deadline) - now
+
+
+class Client(_Base):
+    """A blocking client, for one thread.
+
+    ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a dead server ends the waiting
+    (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and limit.
+    """
+
+    def __init__(self, endpoint: str, *, timeout: float | None = None) -> None:
+        super().__init__(endpoint, timeout)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._connect(self._socket)
+        self._inbox: dict[str, deque[ToClient]] = {}
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; the server aborts what is still open."""
+        self._socket.close()
+        self._context.term()
+
+    def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> Completion:
+        """Generate, and wait for all of it."""
+        with self.stream(prompt, params, n=n, namespace=namespace) as stream:
+            return _joined(list(stream), stream.usage)
+
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> Stream:
+        """Generate, and read it as it grows.  Several streams may be open, and read in any order."""
+        return Stream(self, self._submit(prompt, params, n, namespace))
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges."""
+        reply = self._call(GetStats(id=next(self._ids)))
+        assert isinstance(reply, Stats)
+        return reply.stats
+
+    def reset_cache(self) -> None:
+        """Forget all cached prefixes that no running request uses."""
+        self._call(ResetCache(id=next(self._ids)))
+
+    def _call(self, message: GetStats | ResetCache) -> ToClient:
+        self._open(message.id, message)
+        try:
+            return self._receive(message.id, self._deadline())
+        finally:
+            self._close(message.id, cancel=False)
+
+    def _open(self, id: str, message: Message) -> None:
+        self._inbox[id] = deque()
+        self._heard = time.monotonic()
+        self._socket.send_multipart(frames(message))
+
+    def _close(self, id: str, *, cancel: bool) -> None:
+        self._inbox.pop(id, None)
+        if cancel and not self._socket.closed:
+            self._socket.send_multipart(frames(Cancel(id=id)))
+
+    def _receive(self, id: str, deadline: float) -> ToClient:
+        """The next message about ``id``; others are kept for whoever asks for them."""
+        inbox = self._inbox[id]
+        if time.monotonic() >= deadline:
+            self._patience(deadline)
+        while not inbox:
+            # Look before judging a silence: the time since the last read may have been the caller's own.
+            if self._socket.poll(0) or self._socket.poll(1000 * self._patience(deadline)):
+                message = self._parse(self._socket.recv_multipart())
+                self._heard = time.monotonic()
+                if not isinstance(message, Alive) and message.id in self._inbox:
+                    self._inbox[message.id].append(message)
+        return _checked(inbox.popleft())
+
+
+class AsyncClient(_Base):
+    """The same for asyncio: any number of requests at once, on one event loop.  Open it with ``async with``."""
+
+    def __init__(self, endpoint: str, *, timeout: float | None = None) -> None:
+        super().__init__(endpoint, timeout)
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        self._connect(self._socket)
+        self._inbox: dict[str, asyncio.Queue[ToClient]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Hang up; the server aborts what is still open."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = ""
+    ) -> Completion:
+        """Generate, and wait for all of it."""
+        async with self.stream(prompt, params, n=n, namespace=namespace) as stream:
+            return _joined([delta async for delta in stream], stream.usage)
+
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> AsyncStream:
+        """Generate, and read it as it grows."""
+        return AsyncStream(self, self._submit(prompt, params, n, namespace))
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges."""
+        reply = await self._call(GetStats(id=next(self._ids)))
+        assert isinstance(reply, Stats)
+        return reply.stats
+
+    async def reset_cache(self) -> None:
+        """Forget all cached prefixes that no running request uses."""
+        await self._call(ResetCache(id=next(self._ids)))
+
+    async def _call(self, message: GetStats | ResetCache) -> ToClient:
+        self._open(message.id, message)
+        try:
+            return await self._receive(message.id, self._deadline())
+        finally:
+            self._close(message.id, cancel=False)
+
+    async def _read(self) -> None:
+        while True:
+            message = self._parse(await self._socket.recv_multipart())
+            self._heard = time.monotonic()
+            if not isinstance(message, Alive) and message.id in self._inbox:
+                self._inbox[message.id].put_nowait(message)
+
+    def _open(self, id: str, message: Message) -> None:
+        self._inbox[id] = asyncio.Queue()
+        self._heard = time.monotonic()
+        self._send(message)
+
+    def _close(self, id: str, *, cancel: bool) -> None:
+        self._inbox.pop(id, None)
+        if cancel and not self._socket.closed:
+            self._send(Cancel(id=id))
+
+    def _send(self, message: Message) -> None:
+        sent = self._socket.send_multipart(frames(message), zmq.NOBLOCK)
+        if sent.done() and not sent.cancelled() and sent.exception() is not None:
+            raise Unavailable(f"{self.endpoint}: takes no more messages")
+
+    async def _receive(self, id: str, deadline: float) -> ToClient:
+        queue = self._inbox[id]
+        while True:
+            patience = self._patience(deadline)
+            try:
+                return _checked(await asyncio.wait_for(queue.get(), patience))
+            except TimeoutError:  # ours is late, but an answer to another request may have been heard meanwhile
+                continue
+
+
+class _Streaming:
+    """What both kinds of stream share: being open, and ending once."""
+
+    def __init__(self, client: Client | AsyncClient, submit: Submit) -> None:
+        self.usage: Usage | None = None
+        """There when the iteration has ended."""
+        self._id = submit.id
+        self._deadline = client._deadline()
+        self._end_request = client._close
+        self._open = True
+        client._open(submit.id, submit)
+
+    def cancel(self) -> None:
+        """Stop the request, if it still runs; no more deltas come."""
+        self._end(cancel=True)
+
+    def _end(self, *, cancel: bool) -> None:
+        if self._open:
+            self._open = False
+            self._end_request(self._id, cancel=cancel)
+
+    def _delta(self, message: ToClient) -> Delta | None:
+        """The delta in a message, or None where it is the last one."""
+        if not isinstance(message, Finished):
+            return message.delta  # type: ignore[union-attr]
+        self.usage = message.usage
+        self._end(cancel=False)
+        return None
+
+
+class Stream(_Streaming):
+    """Iterate it for deltas.  Leave its ``with`` block, or :meth:`cancel`, to stop early."""
+
+    def __init__(self, client: Client, submit: Submit) -> None:
+        super().__init__(client, submit)
+        self._client = client
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        while self._open:
+            try:
+                delta = self._delta(self._client._receive(self._id, self._deadline))
+            except BaseException:
+                self.cancel()
+                raise
+            if delta is not None:
+                yield delta
+
+
+class AsyncStream(_Streaming):
+    """:class:`Stream` for asyncio.  A task that is cancelled while it waits for a delta cancels the request."""
+
+    def __init__(self, client: AsyncClient, submit: Submit) -> None:
+        super().__init__(client, submit)
+        self._client = client
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self._open:
+            try:
+                delta = self._delta(await self._client._receive(self._id, self._deadline))
+            except BaseException:
+                self.cancel()
+                raise
+            if delta is not None:
+                yield delta
+
+
+def _checked(message: ToClient) -> ToClient:
+    if isinstance(message, Failed):
+        raise message.error
+    return message
+
+
+def _joined(deltas: Iterable[Delta], usage: Usage | None) -> Completion:
+    """Deltas as the completion that they add up to."""
+    assert usage is not None
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.index, []).append(delta)
+    return Completion([_choice(parts) for _, parts in sorted(choices.items())], usage)
+
+
+def _choice(parts: list[Delta]) -> Choice:
+    assert parts[-1].finish_reason is not None
+    return Choice(
+        text="".join(delta.text for delta in parts),
+        token_ids=[token_id for delta in parts for token_id in delta.token_ids],
+        finish_reason=parts[-1].finish_reason,
+        logprobs=None if parts[0].logprobs is None else [token for delta in parts for token in delta.logprobs or ()],
+    )

@@ -1,0 +1,345 @@
+"""The frontend: text in, text out, over an engine that knows only token ids.  It knows no transport; the doors are built on it.
+
+``submit`` checks, renders, tokenises and sends; the :class:`Generation` it returns yields the text as it grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import jinja2
+import msgspec
+from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel
+from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
+from radixkv.server.metrics import Metrics
+from radixkv.server.worker_client import WorkerClient
+
+from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.request import RequestOutput
+
+Prompt = str | Sequence[int]
+
+MAX_N = 128
+MAX_CHOICES = 1024
+MAX_STOP_LENGTH = 1000
+MAX_NAMESPACE_LENGTH = 256
+INLINE_CHARACTERS = 4096
+"""Texts up to this long are tokenised on the event loop: that takes about a millisecond, less than another thread would cost."""
+
+
+class Frontend:
+    """Serves one model through whichever worker is attached.  All methods belong to one event loop."""
+
+    def __init__(self, model: str, tokenizer: Any, vocab_size: int) -> None:
+        self.model = model
+        self.started = int(time.time())
+        self.metrics = Metrics()
+        self.token_bytes = TokenBytes(tokenizer.backend_tokenizer)
+        self._chat_template = tokenizer
+        # The Rust tokenizer itself: unlike the wrapper's, its `encode` changes no state, so threads may share it.
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._longest_token = max((len(piece) for piece in self._tokenizer.get_vocab()), default=1)
+        self._vocab_size = vocab_size
+        self._worker: WorkerClient | None = None
+        self._unavailable = Unavailable("the engine is not ready yet")
+        self.max_model_len = 0
+
+    # --- the worker's comings and goings ---
+
+    def attach(self, worker: WorkerClient, stats: dict[str, Any]) -> None:
+        self._worker = worker
+        self.max_model_len = stats["max_model_len"]
+
+    def detach(self, error: Unavailable) -> None:
+        """Fail every open request, and every later one until a worker is attached again."""
+        worker, self._worker, self._unavailable = self._worker, None, error
+        if worker is not None:
+            worker.close(error)
+
+    @property
+    def worker(self) -> WorkerClient:
+        """Raises ``Unavailable`` that says why, if there is none."""
+        if self._worker is None:
+            raise Unavailable(self._unavailable.message)
+        return self._worker
+
+    @property
+    def ready(self) -> bool:
+        return self._worker is not None
+
+    # --- requests ---
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt] | Sequence[ChatMessage],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        namespace: str = "",
+        model: str | None = None,
+        clip_max_tokens: bool = False,
+    ) -> Generation:
+        """Check a request and send it.
+
+        ``prompts`` is one or more texts or token id lists, each of which gets ``n`` choices, numbered prompt by prompt; or the
+        messages of one chat.  ``clip_max_tokens`` takes ``params.max_tokens`` for a wish, cut to what the context has room for.
+        Choice ``i`` of a prompt draws with ``params.seed + i``.
+
+        Raises ``InvalidRequest`` naming field and limit, ``UnknownModel``, or ``Unavailable``.
+        """
+        arrival = time.monotonic()
+        if model is not None and model != self.model:
+            raise UnknownModel(f"model {model!r} is not served here; {self.model!r} is", param="model")
+        params = self._checked(params)
+        _check(1 <= n <= MAX_N, "n", f"between 1 and {MAX_N}", n)
+        _check(len(namespace) <= MAX_NAMESPACE_LENGTH, "namespace", f"at most {MAX_NAMESPACE_LENGTH} characters", len(namespace))
+        if prompts and isinstance(prompts[0], ChatMessage):
+            rendered = await self._render_chat(prompts)  # type: ignore[arg-type]
+            token_lists = [rendered]
+        else:
+            _check(len(prompts) * n <= MAX_CHOICES, "prompt", f"at most {MAX_CHOICES // n} prompts with n={n}", len(prompts))
+            token_lists = [await self._tokenise(prompt) for prompt in prompts]  # type: ignore[arg-type]
+        _check(bool(token_lists), "prompt", "at least one", 0)
+        requests = []
+        for tokens in token_lists:
+            request_params = self._fitted(params, len(tokens), clip=clip_max_tokens)
+            for i in range(n):
+                seeded = params.seed if params.seed is None else _wrapped(params.seed + i)
+                requests.append(
+                    Generate(
+                        request_id=uuid.uuid4().hex,
+                        token_ids=tokens,
+                        params=msgspec.structs.replace(request_params, stop=(), seed=seeded),
+                        namespace=namespace,
+                    )
+                )
+        return Generation(self.worker, requests, n, params.stop, self.token_bytes, self.metrics, arrival)
+
+    async def stats(self) -> dict[str, Any]:
+        """``Engine.stats()``."""
+        return await self.worker.stats()
+
+    async def reset_cache(self) -> None:
+        await self.worker.reset_cache()
+
+    def token_text(self, token_id: int) -> str:
+        """A token as logprobs name it: its text, or ``bytes:\\xNN...`` where it is only a part of a character."""
+        raw = self.token_bytes.raw(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    # --- checks ---
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        try:
+            params.validate()
+        except ValueError as error:
+            raise InvalidRequest.of(error) from None
+        for stop in params.stop:
+            _check(len(stop) <= MAX_STOP_LENGTH, "stop", f"strings of at most {MAX_STOP_LENGTH} characters", f"one of {len(stop)}")
+        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token_id in ids:
+                _check(token_id < self._vocab_size, field, f"token ids below {self._vocab_size}", token_id)
+        return msgspec.structs.replace(params, top_k=min(params.top_k, self._vocab_size))
+
+    def _fitted(self, params: SamplingParams, prompt_length: int, *, clip: bool) -> SamplingParams:
+        _check(prompt_length >= 1, "prompt", "at least 1 token", prompt_length)
+        room = self.max_model_len - prompt_length
+        if room < 1:
+            raise InvalidRequest(
+                f"prompt must be at most {self.max_model_len - 1} tokens, to leave room for one more in a context of "
+                f"{self.max_model_len}, got {prompt_length}",
+                param="prompt",
+            )
+        if params.max_tokens <= room:
+            return params
+        if clip:
+            return msgspec.structs.replace(params, max_tokens=room)
+        raise InvalidRequest(
+            f"max_tokens must be at most {room} after a prompt of {prompt_length} tokens in a context of {self.max_model_len}, "
+            f"got {params.max_tokens}",
+            param="max_tokens",
+        )
+
+    # --- text to tokens ---
+
+    async def _tokenise(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._encode(prompt, add_special_tokens=True)
+        for token_id in prompt:
+            _check(0 <= token_id < self._vocab_size, "prompt", f"made of token ids from 0 to {self._vocab_size - 1}", token_id)
+        return list(prompt)
+
+    async def _render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        if self._chat_template.chat_template is None:
+            raise InvalidRequest(f"model {self.model!r} has no chat template: use completions", param="messages")
+        turns = [
+            {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
+            for message in messages
+        ]
+        try:
+            text = self._chat_template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise InvalidRequest(f"messages do not fit the model's chat template: {error}", param="messages") from None
+        return await self._encode(text, add_special_tokens=False)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Off the event loop where it takes long, and not at all where the text can't fit."""
+        if len(text) > self.max_model_len * self._longest_token:
+            raise InvalidRequest(
+                f"prompt must be at most {self.max_model_len - 1} tokens: {len(text)} characters are more, as no token has over "
+                f"{self._longest_token}",
+                param="prompt",
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"prompt must be Unicode: character {error.start} is half a surrogate", param="prompt") from None
+        if len(text) <= INLINE_CHARACTERS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+        encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return encoding.ids  # type: ignore[no-any-return]
+
+
+class Generation:
+    """The choices of one request as they grow.
+
+    Iterate it for :class:`Delta`; the iteration ends when every choice has finished, and raises what made the request fail.
+    Leave its ``with`` block, or call :meth:`close`, and what still runs is aborted.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerClient,
+        requests: Sequence[Generate],
+        choices_per_prompt: int,
+        stop: Sequence[str],
+        token_bytes: TokenBytes,
+        metrics: Metrics,
+        arrival: float,
+    ) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self._arrival = arrival
+        self._per_prompt = choices_per_prompt
+        self._queue: asyncio.Queue[Delta | ServerError | None] = asyncio.Queue()
+        self._choices = [_Choice(i, request, stop, token_bytes) for i, request in enumerate(requests)]
+        self._open = {choice.request_id: choice for choice in self._choices}
+        for choice, request in zip(self._choices, requests, strict=True):
+            worker.generate(request, lambda output, choice=choice: self._take(choice, output))  # type: ignore[misc]
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while (item := await self._queue.get()) is not None:
+            if isinstance(item, ServerError):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        """Abort the choices that still run.  Their blocks are back before the worker's next step."""
+        if self._open:
+            self._worker.abort(list(self._open))
+            self._metrics.request_success.labels("abort").inc(len(self._open))
+            self._open.clear()
+
+    @property
+    def usage(self) -> Usage:
+        """Of what has been generated so far; final once the iteration has ended."""
+        prompts = [self._choices[i : i + self._per_prompt] for i in range(0, len(self._choices), self._per_prompt)]
+        return Usage(
+            prompt_tokens=sum(choices[0].num_prompt_tokens for choices in prompts),
+            cached_tokens=sum(min(choice.num_cached_tokens for choice in choices) for choices in prompts),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+        )
+
+    def _take(self, choice: _Choice, output: RequestOutput | ServerError) -> None:
+        """Turn an output of the worker into a delta.  Runs as outputs arrive, so that a stop string ends a request at once,
+        however slowly its deltas are read."""
+        if choice.request_id not in self._open:
+            return
+        if not isinstance(output, ServerError) and output.finish_reason in ("abort", "error"):
+            output = ServerError(output.error or "the engine gave up on the request")
+        if isinstance(output, ServerError):
+            self._metrics.request_failure.labels(output.kind).inc(len(self._open))
+            del self._open[choice.request_id]
+            if self._open:
+                self._worker.abort(list(self._open))
+                self._open.clear()
+            self._queue.put_nowait(output)
+            return
+        now = time.monotonic()
+        self._observe(choice, output, now)
+        delta = choice.feed(output, now)
+        self._queue.put_nowait(delta)
+        if delta.finish_reason is None:
+            return
+        if output.finish_reason is None:  # a stop string: the worker doesn't know yet
+            self._worker.abort([choice.request_id])
+        del self._open[choice.request_id]
+        self._metrics.request_success.labels(delta.finish_reason).inc()
+        self._metrics.e2e_latency.observe(now - self._arrival)
+        if not self._open:
+            self._queue.put_nowait(None)
+
+    def _observe(self, choice: _Choice, output: RequestOutput, now: float) -> None:
+        count = len(output.token_ids)
+        self._metrics.generation_tokens.inc(count)
+        if choice.last_token_time is None:
+            self._metrics.began(choice.namespace, output.num_prompt_tokens, output.num_cached_tokens)
+            self._metrics.time_to_first_token.observe(now - self._arrival)
+        else:
+            for _ in range(count):
+                self._metrics.inter_token_latency.observe((now - choice.last_token_time) / count)
+
+
+class _Choice:
+    """One sequence: its worker's request, and the text it has become."""
+
+    def __init__(self, index: int, request: Generate, stop: Sequence[str], token_bytes: TokenBytes) -> None:
+        self.index = index
+        self.request_id = request.request_id
+        self.namespace = request.namespace
+        self.num_prompt_tokens = len(request.token_ids)
+        self.num_cached_tokens = 0
+        self.num_tokens = 0
+        self.last_token_time: float | None = None
+        self._detokenizer = Detokenizer(token_bytes)
+        self._stop = StopMatcher(stop)
+
+    def feed(self, output: RequestOutput, now: float) -> Delta:
+        self.last_token_time = now
+        self.num_tokens += len(output.token_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        final = output.finish_reason is not None
+        text = self._stop.feed(self._detokenizer.feed(output.token_ids, final=final), final=final)
+        return Delta(
+            index=self.index,
+            text=text,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            finish_reason="stop" if self._stop.matched is not None else output.finish_reason,
+        )
+
+
+def _check(ok: bool, field: str, limit: str, value: object) -> None:
+    if not ok:
+        raise InvalidRequest(f"{field} must be {limit}, got {value!r}", param=field)
+
+
+def _wrapped(seed: int) -> int:
+    """Into 64 bits, signed."""
+    return (seed + 2**63) % 2**64 - 2**63

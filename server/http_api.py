@@ -1,0 +1,312 @@
+"""The OpenAI-compatible HTTP door: routes, streaming as server-sent events, errors in the OpenAI API's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Litestar, Request, Response, get, post
+from litestar.exceptions import HTTPException
+from litestar.types import ASGIApp
+from prometheus_client import CONTENT_TYPE_LATEST
+from radixkv.server import openai
+from radixkv.server.errors import ServerError, Unavailable
+from radixkv.server.frontend import Frontend, Generation
+from radixkv.server.messages import Delta
+
+log = logging.getLogger("radixkv.server")
+
+MAX_BODY_BYTES = 16 * 2**20
+_STATUS = {"invalid_request": 400, "model_not_found": 404, "unavailable": 503}
+
+Receive = Callable[[], Any]
+Send = Callable[[dict[str, Any]], Any]
+T = TypeVar("T")
+
+
+def create_app(frontend: Frontend) -> Litestar:
+    """The ASGI application over ``frontend``."""
+
+    @post("/v1/completions")
+    async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
+        body = openai.parse(await request.body(), openai.CompletionRequest)
+        answer = _Answer(request.receive, _CompletionWriter(frontend), stream=body.stream, usage=body.include_usage)
+        generation = await frontend.submit(
+            body.prompts,
+            body.sampling_params,
+            n=body.n,
+            namespace=body.cache_namespace,
+            model=body.model,
+            clip_max_tokens=body.max_tokens is None,
+        )
+        return await answer.of(generation)
+
+    @post("/v1/chat/completions")
+    async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
+        body = openai.parse(await request.body(), openai.ChatRequest)
+        answer = _Answer(request.receive, _ChatWriter(frontend), stream=body.stream, usage=body.include_usage)
+        generation = await frontend.submit(
+            body.messages,
+            body.sampling_params,
+            n=body.n,
+            namespace=body.cache_namespace,
+            model=body.model,
+            clip_max_tokens=body.token_limit is None,
+        )
+        return await answer.of(generation)
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": frontend.model,
+            "object": "model",
+            "created": frontend.started,
+            "owned_by": "radixkv",
+            "max_model_len": frontend.max_model_len,
+        }
+
+    @get("/v1/models")
+    async def models() -> Response[bytes]:
+        return _json({"object": "list", "data": [model_card()]})
+
+    @get("/v1/models/{model:path}")
+    async def model(model: str) -> Response[bytes]:
+        if model.lstrip("/") != frontend.model.lstrip("/"):
+            return _error(404, f"model {model.lstrip('/')!r} is not served here; {frontend.model!r} is", "model", "model_not_found")
+        return _json(model_card())
+
+    @get("/health")
+    async def health() -> Response[bytes]:
+        frontend.worker  # noqa: B018  raises Unavailable: 503
+        return _json({"status": "ok"})
+
+    @get("/metrics")
+    async def metrics() -> Response[bytes]:
+        try:
+            stats = await frontend.stats()
+        except Unavailable:
+            stats = None
+        return Response(frontend.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+    @get("/report")
+    async def report() -> Response[bytes]:
+        return _json(await frontend.stats())
+
+    @post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response[bytes]:
+        await frontend.reset_cache()
+        return _json({"status": "ok"})
+
+    return Litestar(
+        [completions, chat_completions, models, model, health, metrics, report, reset_prefix_cache],
+        exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
+        request_max_body_size=MAX_BODY_BYTES,
+        openapi_config=None,
+        logging_config=None,
+    )
+
+
+# --- what a request is answered with -----------------------------------------------------------------------------------------
+
+
+class _CompletionWriter:
+    """Deltas as ``text_completion`` objects, whole or in chunks."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._logprobs: dict[int, openai.CompletionLogprobs] = {}
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
+
+    def whole(self, choices: list[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        return self._object([self._choice(delta) for delta in choices]) | {"usage": usage}
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        if delta.text or delta.finish_reason or delta.logprobs:
+            return [self._object([self._choice(delta)])]
+        return []
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._object([]) | {"usage": usage}
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": "text_completion", "choices": choices}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs.setdefault(delta.index, openai.CompletionLogprobs(self._frontend))
+        return {"index": delta.index, "text": delta.text, "logprobs": logprobs(delta), "finish_reason": delta.finish_reason}
+
+
+class _ChatWriter:
+    """Deltas as a ``chat.completion``, or as ``chat.completion.chunk`` objects of which each choice's first names the role."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._begun: set[int] = set()
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
+
+    def whole(self, choices: list[Delta], usage: dict[str, Any]) -> dict[str, Any]:
+        answers = [
+            {
+                "index": delta.index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": openai.chat_logprobs(self._frontend, delta),
+                "finish_reason": delta.finish_reason,
+            }
+            for delta in choices
+        ]
+        return self._head | {"object": "chat.completion", "choices": answers, "usage": usage}
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        found = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}, None, None))
+        if delta.text or delta.logprobs:
+            logprobs = openai.chat_logprobs(self._frontend, delta)
+            found.append(self._chunk(delta.index, {"content": delta.text}, logprobs, None))
+        if delta.finish_reason:
+            found.append(self._chunk(delta.index, {}, None, delta.finish_reason))
+        return found
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+class _Answer:
+    """How a request is to be answered; made, and so checked, before anything is generated."""
+
+    def __init__(self, receive: Receive, writer: _CompletionWriter | _ChatWriter, *, stream: bool, usage: bool) -> None:
+        self._receive = receive
+        self._writer = writer
+        self._stream = stream
+        self._usage = usage
+
+    async def of(self, generation: Generation) -> Any:
+        """The response, which owns ``generation`` from here on."""
+        if self._stream:
+            return EventStream(_events(self._writer, generation, self._usage), generation)
+        with generation:
+            choices = await unless_gone(self._receive, _collect(generation))
+        if choices is None:
+            return Response(b"", status_code=499)  # nobody reads it
+        return _json(self._writer.whole(choices, openai.usage_json(generation.usage)))
+
+
+async def _collect(generation: Generation) -> list[Delta]:
+    """Every choice's deltas joined into one, ordered by index."""
+    parts: dict[int, list[Delta]] = {}
+    async for delta in generation:
+        parts.setdefault(delta.index, []).append(delta)
+    return [
+        Delta(
+            index=index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=[id for delta in deltas for id in delta.token_ids],
+            logprobs=None if deltas[0].logprobs is None else [token for delta in deltas for token in delta.logprobs or ()],
+            finish_reason=deltas[-1].finish_reason,
+        )
+        for index, deltas in sorted(parts.items())
+    ]
+
+
+async def _events(writer: _CompletionWriter | _ChatWriter, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
+    """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
+    try:
+        async for delta in generation:
+            for chunk in writer.chunks(delta):
+                yield _event(chunk)
+        if usage:
+            yield _event(writer.usage_chunk(openai.usage_json(generation.usage)))
+    except ServerError as error:
+        yield _event(_error_body(_STATUS.get(error.kind, 500), error.message, error.param, error.kind))
+    yield b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """An ASGI response of server-sent events that aborts its generation when it ends, above all when the client goes away."""
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        self._events = events
+        self._generation = generation
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do ``work``, but give it up and return None when the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- errors ------------------------------------------------------------------------------------------------------------------
+
+
+def _json(value: Any, status: int = 200) -> Response[bytes]:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    type_ = "invalid_request_error" if status < 500 else "service_unavailable_error" if status == 503 else "internal_server_error"
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Response[bytes]:
+    return _json(_error_body(status, message, param, code), status)
+
+
+def _on_server_error(_: Request[Any, Any, Any], error: ServerError) -> Response[bytes]:
+    return _error(_STATUS.get(error.kind, 500), error.message, error.param, error.kind)
+
+
+def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    """No such route, wrong method, body too large."""
+    match error.status_code:
+        case 404:
+            message = f"no such path: {request.method} {request.url.path}"
+        case 413:
+            message = f"body must be at most {MAX_BODY_BYTES} bytes"
+        case _:
+            message = error.detail
+    return _error(error.status_code, message)
+
+
+def _on_bug(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    log.error("a request failed in the server itself", exc_info=error)
+    return _error(500, "the server failed on this request; its log says how", code="internal")

@@ -1,0 +1,250 @@
+"""Starts, watches and restarts the worker, and runs the doors: what ``radixkv serve`` does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+import zmq.asyncio
+from radixkv.server.errors import Unavailable
+from radixkv.server.frontend import Frontend
+from radixkv.server.http_api import create_app
+from radixkv.server.worker_client import WorkerClient
+from radixkv.server.zmq_api import ZmqDoor, check_endpoint
+from rich.console import Console
+
+from radixkv.config import EngineConfig
+from radixkv.model.loader import ModelSource, load_model_config, resolve_model
+from radixkv.model.tokenizer import load_tokenizer
+
+log = logging.getLogger("radixkv.server")
+
+WORKER_COMMAND = (sys.executable, "-P", "-m", "radixkv.server.worker")
+STOP_SECONDS = 5.0
+"""What a worker gets to finish its step and close its engine before it is killed."""
+MAX_RESTART_DELAY = 30.0
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    zmq: str | None = None,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> None:
+    """Serve ``config.model`` over HTTP, and over ZeroMQ if an endpoint is given, until SIGINT or SIGTERM.
+
+    Port 0 takes any free one.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    if zmq is not None:
+        check_endpoint(zmq)
+    # Whatever can go wrong at once goes wrong before the model is loaded.
+    with _bind(host, port) as listener:
+        source = resolve_model(config.model)
+        load_model_config(source)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_until_signalled(lambda: _serve(config, source, listener, zmq, worker_command)))
+
+
+async def _until_signalled(work: Callable[[], Awaitable[None]]) -> None:
+    """Do ``work``; the first SIGINT or SIGTERM cancels it, so that all it holds is released.  A second one ends the process."""
+    task = asyncio.ensure_future(work())
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def _serve(
+    config: EngineConfig, source: ModelSource, listener: socket.socket, zmq_endpoint: str | None, worker_command: Sequence[str]
+) -> None:
+    console = Console(stderr=True, highlight=False)
+    began = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        context = stack.enter_context(zmq.asyncio.Context())
+        supervisor = Supervisor(context, config, worker_command)
+        stack.push_async_callback(supervisor.stop)
+        with console.status(f"Loading {config.model}"):
+            # The worker loads its weights meanwhile, in its own process.
+            loading = asyncio.create_task(supervisor.start())
+            stack.callback(loading.cancel)
+            tokenizer, model = await asyncio.to_thread(lambda: (load_tokenizer(source), load_model_config(source)))
+            frontend = Frontend(source.name, tokenizer, model.vocab_size)
+            worker, stats = await loading
+        stack.callback(frontend.detach, Unavailable("the server is shutting down"))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(supervisor.run(frontend, worker, stats))
+            address = _address(listener)
+            group.create_task(_serve_http(frontend, listener))
+            if zmq_endpoint is not None:
+                door = ZmqDoor(context, frontend, zmq_endpoint)
+                stack.callback(door.close)
+                group.create_task(door.run())
+                address += f" and {door.endpoint}"
+            console.print(f"Loaded {config.model} in {time.monotonic() - began:.1f} s: context {frontend.max_model_len} tokens")
+            console.print(f"Serving on {address}  (Ctrl-C stops)")
+
+
+async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
+    server = _HttpServer(
+        uvicorn.Config(create_app(frontend), log_config=None, access_log=False, lifespan="off", server_header=False)
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        # What is still open gets its error and ends; then the server closes its connections itself.
+        frontend.detach(Unavailable("the server is shutting down"))
+        server.should_exit = True
+        await serving
+        raise
+
+
+class _HttpServer(uvicorn.Server):
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """Signals are the launcher's."""
+        return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A worker that has been started, and the frontend's end of its socket."""
+
+    process: asyncio.subprocess.Process
+    client: WorkerClient
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait until it has loaded its model, and return the engine's stats.  Raises ``OSError`` with its reason if it can't."""
+        ready = asyncio.create_task(self.client.ready())
+        died = asyncio.create_task(self.process.wait())
+        try:
+            await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready}, timeout=1.0)  # its last words may still be on their way
+            if not ready.done():
+                raise OSError(f"the engine process {_how_it_ended(died.result())} while it loaded its model")
+            return ready.result().stats
+        except Unavailable as error:
+            raise OSError(error.message) from None
+        finally:
+            ready.cancel()
+            died.cancel()
+
+    async def stop(self) -> None:
+        """End it: politely by closing its standard input, after :data:`STOP_SECONDS` by killing it."""
+        self.client.close(Unavailable("the server is shutting down"))
+        if self.process.returncode is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+
+
+class Supervisor:
+    """Keeps one worker alive.  Every worker gets a socket of its own, so a new one never sees what was meant for the last."""
+
+    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, command: Sequence[str]) -> None:
+        self._context = context
+        self._config = config
+        self._command = command
+        self._worker: WorkerProcess | None = None
+
+    async def start(self) -> tuple[WorkerProcess, dict[str, Any]]:
+        """Start a worker and wait until it is ready; its engine's stats come with it.  Raises ``OSError`` where it can't."""
+        # The directory is closed to other users, and gone as soon as the worker has connected: no later crash can leave it behind.
+        directory = tempfile.mkdtemp(prefix="radixkv-")
+        try:
+            endpoint = f"ipc://{directory}/worker"
+            client = WorkerClient(self._context, endpoint)
+            try:
+                process = await asyncio.create_subprocess_exec(*self._command, endpoint, stdin=asyncio.subprocess.PIPE)
+            except BaseException:
+                client.close(Unavailable("the engine process could not be started"))
+                raise
+            self._worker = worker = WorkerProcess(process, client)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+            return worker, await worker.ready()
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def run(self, frontend: Frontend, worker: WorkerProcess, stats: dict[str, Any]) -> None:
+        """Attach a started worker to ``frontend``, and each one that replaces it, until cancelled."""
+        while True:
+            frontend.attach(worker.client, stats)
+            receiving = asyncio.create_task(worker.client.run())
+            try:
+                how = _how_it_ended(await worker.process.wait())
+            finally:
+                receiving.cancel()
+            log.error("the engine process %s; starting another", how)
+            frontend.detach(Unavailable(f"the engine process {how}; another is being started, send the request again"))
+            worker, stats = await self._restarted()
+            log.warning("the engine process is back")
+
+    async def _restarted(self) -> tuple[WorkerProcess, dict[str, Any]]:
+        delay = 1.0
+        while True:
+            try:
+                return await self.start()
+            except OSError as error:
+                log.error("%s; trying again in %g s", error, delay)
+                await self.stop()
+                await asyncio.sleep(delay)
+                delay = min(MAX_RESTART_DELAY, 2 * delay)
+
+    async def stop(self) -> None:
+        if self._worker is not None:
+            await self._worker.stop()
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound but does not listen yet, so that clients are refused, not kept waiting, while the model loads."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise OSError(f"host {host!r} is no address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"can't listen on {host} port {port}: {error.strerror}{hint}") from None
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

@@ -1,0 +1,225 @@
+"""The wire: every message that crosses a ZeroMQ socket, as MessagePack of typed structs, and how a message is framed.
+
+A message is two frames: :data:`HEADER`, which names the protocol's version, and the body, a map whose ``type`` says which struct
+it is.  The same structs serve both sockets: frontend to worker (token ids only), and client to frontend (text or token ids).
+``docs/protocol.md`` describes the second for people who write clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+from radixkv.server.errors import InvalidRequest, ServerError, error_of
+
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
+
+T = TypeVar("T")
+
+HEADER = b"radixkv/1"
+"""First frame of every message: the protocol and its version.  A change that old peers can't read takes the next number."""
+MAX_MESSAGE_BYTES = 16 * 2**20
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all messages."""
+
+
+# --- either socket -----------------------------------------------------------------------------------------------------------
+
+
+class GetStats(Message, kw_only=True, tag="get_stats"):
+    id: str
+
+
+class ResetCache(Message, kw_only=True, tag="reset_cache"):
+    id: str
+
+
+class Stats(Message, kw_only=True, tag="stats"):
+    """Answers :class:`GetStats` with ``Engine.stats()``."""
+
+    id: str
+    stats: dict[str, Any]
+
+
+class Done(Message, kw_only=True, tag="done"):
+    """Answers :class:`ResetCache`."""
+
+    id: str
+
+
+class Failed(Message, kw_only=True, tag="failed"):
+    """Request ``id`` failed and is over; ``id`` is empty where the message was too broken to tell."""
+
+    id: str = ""
+    kind: str
+    """As in :mod:`radixkv.server.errors`."""
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: ServerError, id: str) -> Failed:
+        return cls(id=id, kind=error.kind, message=error.message, param=error.param)
+
+    @property
+    def error(self) -> ServerError:
+        return error_of(self.kind, self.message, self.param)
+
+
+# --- frontend and worker -----------------------------------------------------------------------------------------------------
+
+
+class Generate(Message, kw_only=True, tag="generate"):
+    """One sequence to continue.  ``params.stop`` is empty: stop strings are text, and the worker knows none."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    namespace: str = ""
+
+
+class Abort(Message, kw_only=True, tag="abort"):
+    """Forget these requests.  Ids that are not running are ignored; there is no answer."""
+
+    request_ids: list[str]
+
+
+class Ready(Message, kw_only=True, tag="ready"):
+    """The worker's first message: the model is loaded."""
+
+    pid: int
+    stats: dict[str, Any]
+
+
+class Tokens(Message, kw_only=True, tag="tokens"):
+    """What one engine step added to every request in it."""
+
+    outputs: list[RequestOutput]
+
+
+ToWorker = Generate | Abort | GetStats | ResetCache
+FromWorker = Ready | Tokens | Failed | Stats | Done
+
+
+# --- client and frontend -----------------------------------------------------------------------------------------------------
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A piece of a chat message's content, as the OpenAI API allows it."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn of a conversation.  Which roles exist is up to the model's chat template."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Submit(Message, kw_only=True, tag="submit"):
+    """Generate from ``prompt`` (text or token ids) or from ``messages`` (a chat): one of the two."""
+
+    id: str
+    """Chosen by the client, unique among its open requests, 1 to 128 characters."""
+    prompt: str | list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    params: SamplingParams = SamplingParams()
+    n: int = 1
+    namespace: str = ""
+    model: str | None = None
+
+
+class Cancel(Message, kw_only=True, tag="cancel"):
+    """Stop request ``id`` and hear no more of it.  An id that is not open is ignored; there is no answer."""
+
+    id: str
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What choice ``index`` grew by.
+
+    ``text`` may lag behind ``token_ids``: characters that are not whole yet, and what could still become a stop string, are held
+    back.  ``finish_reason`` is set on a choice's last delta.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens counted over all choices; a prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that no choice had to compute."""
+    completion_tokens: int
+
+
+class Chunk(Message, kw_only=True, tag="chunk"):
+    id: str
+    delta: Delta
+
+
+class Finished(Message, kw_only=True, tag="finished"):
+    """All choices of request ``id`` have finished."""
+
+    id: str
+    usage: Usage
+
+
+class Alive(Message, kw_only=True, tag="alive"):
+    """Sent once a second to every client with open requests, so that either side can tell that the other is gone."""
+
+
+ToFrontend = Submit | Cancel | GetStats | ResetCache
+ToClient = Chunk | Finished | Failed | Stats | Done | Alive
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frames(message: Message) -> list[bytes]:
+    """Header and body, as ``send_multipart`` takes them."""
+    return [HEADER, _encoder.encode(message)]
+
+
+class Parser(Generic[T]):
+    """Turns received frames into one of the structs of the union ``T``."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+
+    def __call__(self, received: Sequence[bytes]) -> T:
+        """Raise ``InvalidRequest`` that says what is wrong with the message; never anything else, whatever the bytes."""
+        if len(received) != 2 or received[0] != HEADER:
+            raise InvalidRequest(f"a message is two frames, {HEADER!r} and a MessagePack map: this is {_describe(received)}")
+        try:
+            return self._decoder.decode(received[1])
+        except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"message: {error}") from None
+
+
+def id_of(received: Sequence[bytes]) -> str:
+    """The ``id`` of a message that would not parse, so that whoever waits for its answer gets one; else an empty string."""
+    try:
+        body = msgspec.msgpack.decode(received[-1])
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError, IndexError):
+        return ""
+    id = body.get("id", body.get("request_id", "")) if isinstance(body, dict) else ""
+    return id if isinstance(id, str) and len(id) <= 128 else ""
+
+
+def _describe(received: Sequence[bytes]) -> str:
+    return f"{len(received)} frames beginning {received[0][:16]!r}" if received else "empty"

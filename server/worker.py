@@ -1,0 +1,135 @@
+"""The worker process: an engine behind a ZeroMQ socket.  It speaks token ids only, and lives no longer than its parent.
+
+``python -P -m radixkv.server.worker ENDPOINT`` reads the engine's configuration as one line of JSON from standard input and
+connects to the frontend at ``ENDPOINT``.  Standard input then stays open as long as the frontend lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+from radixkv.server.errors import InvalidRequest, ServerError
+from radixkv.server.messages import (
+    Abort,
+    Done,
+    Failed,
+    FromWorker,
+    Generate,
+    GetStats,
+    Parser,
+    Ready,
+    ResetCache,
+    Stats,
+    Tokens,
+    ToWorker,
+    frames,
+    id_of,
+)
+
+from radixkv.config import EngineConfig
+
+if TYPE_CHECKING:
+    from radixkv.engine import Engine
+
+STDIN = 0
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """Drains messages, steps the engine, sends what the step gave; sleeps in ``poll`` while there is nothing to do."""
+
+    def __init__(self, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._parse: Parser[ToWorker] = Parser(ToWorker)
+
+    def run(self) -> None:
+        """Serve until the parent closes standard input, by intent or by dying."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(STDIN, zmq.POLLIN)
+        self._send(Ready(pid=os.getpid(), stats=self._engine.stats()))
+        while True:
+            events = dict(poller.poll(0 if self._engine.has_unfinished else None))
+            if STDIN in events:
+                return
+            self._drain()
+            # An engine that fails in a step is in no known state: its exception ends the process, and the launcher starts another.
+            if self._engine.has_unfinished and (outputs := self._engine.step()):
+                self._send(Tokens(outputs=outputs))
+
+    def _drain(self) -> None:
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            received = self._socket.recv_multipart()
+            try:
+                self._handle(self._parse(received))
+            except ServerError as error:
+                self._send(Failed.of(error, id_of(received)))
+
+    def _handle(self, message: ToWorker) -> None:
+        engine = self._engine
+        match message:
+            case Generate():
+                try:
+                    engine.add(message.request_id, message.token_ids, message.params, namespace=message.namespace)
+                except ValueError as error:
+                    self._send(Failed.of(InvalidRequest.of(error), message.request_id))
+                except Exception as error:  # one bad request must not end all others
+                    traceback.print_exc()
+                    self._send(Failed.of(ServerError(f"the engine refused the request: {error!r}"), message.request_id))
+            case Abort():
+                for request_id in message.request_ids:
+                    engine.abort(request_id)
+            case GetStats():
+                self._send(Stats(id=message.id, stats=engine.stats()))
+            case ResetCache():
+                engine.reset_cache()
+                self._send(Done(id=message.id))
+
+    def _send(self, message: FromWorker) -> None:
+        self._socket.send_multipart(frames(message))
+
+
+def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
+    """Run a worker as the command line says; ``make_engine`` is :class:`radixkv.engine.Engine` if not given."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole process group; the parent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        # The frontend always reads, so nothing may ever be dropped or block here.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.connect(sys.argv[1])
+        try:
+            if make_engine is None:
+                from radixkv.engine import Engine
+
+                make_engine = Engine
+            engine = make_engine(config)
+        except Exception as error:
+            if not isinstance(error, ValueError | OSError):  # those are worded for users
+                traceback.print_exc()
+            socket.send_multipart(frames(Failed(kind="unavailable", message=str(error) or repr(error))))
+            return 1
+        Worker(engine, socket).run()
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process with its parent, even in the middle of a step.  Elsewhere closed standard input must do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

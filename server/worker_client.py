@@ -1,0 +1,134 @@
+"""The frontend's end of a worker's socket: sends requests, hands each output to whoever asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from radixkv.server.errors import InvalidRequest, ServerError, Unavailable
+from radixkv.server.messages import (
+    Abort,
+    Done,
+    Failed,
+    FromWorker,
+    Generate,
+    GetStats,
+    Parser,
+    Ready,
+    ResetCache,
+    Stats,
+    Tokens,
+    ToWorker,
+    frames,
+)
+
+from radixkv.scheduling.request import RequestOutput
+
+log = logging.getLogger("radixkv.server")
+
+Sink = Callable[[RequestOutput | ServerError], None]
+"""Takes a request's outputs as they come; after one with a finish reason, or an error, no more."""
+CALL_TIMEOUT = 30.0
+"""Seconds to wait for an answer that comes between two engine steps."""
+
+
+class WorkerClient:
+    """Speaks to one worker, from its birth to its death.  All methods belong to one event loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._parse: Parser[FromWorker] = Parser(FromWorker)
+        self._sinks: dict[str, Sink] = {}
+        self._calls: dict[str, asyncio.Future[Stats | Done]] = {}
+        self._call_ids = map(str, itertools.count())
+
+    async def ready(self) -> Ready:
+        """Wait for the worker's first message; raise ``Unavailable`` with its reason where it couldn't load its model."""
+        message = self._parse(await self._socket.recv_multipart())
+        if isinstance(message, Ready):
+            return message
+        raise message.error if isinstance(message, Failed) else ServerError(f"the engine process began with {message!r}")
+
+    async def run(self) -> None:
+        """Receive until cancelled."""
+        while True:
+            try:
+                self._dispatch(self._parse(await self._socket.recv_multipart()))
+            except InvalidRequest as error:  # our own worker: a bug, but the other requests need not suffer
+                log.error("dropped a message from the engine process: %s", error)
+
+    def generate(self, request: Generate, sink: Sink) -> None:
+        self._sinks[request.request_id] = sink
+        self._send(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget these requests; their sinks hear nothing more."""
+        for request_id in request_ids:
+            self._sinks.pop(request_id, None)
+        self._send(Abort(request_ids=list(request_ids)))
+
+    async def stats(self) -> dict[str, Any]:
+        reply = await self._call(GetStats(id=next(self._call_ids)))
+        assert isinstance(reply, Stats)
+        return reply.stats
+
+    async def reset_cache(self) -> None:
+        await self._call(ResetCache(id=next(self._call_ids)))
+
+    def close(self, error: ServerError) -> None:
+        """Fail every open request and call with ``error``, and close the socket."""
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._socket.close()
+
+    async def _call(self, message: GetStats | ResetCache) -> Stats | Done:
+        future = self._calls[message.id] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        try:
+            return await asyncio.wait_for(future, CALL_TIMEOUT)
+        except TimeoutError:
+            raise Unavailable(f"the engine process did not answer within {CALL_TIMEOUT:g} s") from None
+        finally:
+            del self._calls[message.id]
+
+    def _dispatch(self, message: FromWorker) -> None:
+        match message:
+            case Tokens():
+                for output in message.outputs:
+                    sink = self._sinks.get(output.request_id)
+                    if output.finish_reason is not None:
+                        self._sinks.pop(output.request_id, None)
+                    if sink is not None:  # else it was aborted while this was on its way
+                        sink(output)
+            case Failed():
+                if sink := self._sinks.pop(message.id, None):
+                    sink(message.error)
+                else:
+                    log.error("the engine process refused a message: %s", message.message)
+            case Stats() | Done():
+                call = self._calls.get(message.id)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Ready():
+                log.error("the engine process said Ready twice")
+
+    def _send(self, message: ToWorker) -> None:
+        if self._socket.closed:
+            return
+        # Without a high-water mark this never waits.  It fails only where the worker is gone, and then `close` tells the sinks.
+        sent = self._socket.send_multipart(frames(message), zmq.NOBLOCK)
+        if sent.done() and not sent.cancelled():
+            sent.exception()

@@ -1,0 +1,215 @@
+"""The public ZeroMQ door: a ROUTER socket over the frontend, for clients that want tokens without HTTP.
+
+``docs/protocol.md`` describes it.  A client that has gone is noticed without its help: while it has open requests it is sent
+:class:`Alive` once a second, and a ROUTER that must deliver says when there is no one to deliver to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+from radixkv.server.errors import InvalidRequest, ServerError
+from radixkv.server.frontend import Frontend
+from radixkv.server.messages import (
+    MAX_MESSAGE_BYTES,
+    Alive,
+    Cancel,
+    Chunk,
+    Done,
+    Failed,
+    Finished,
+    GetStats,
+    Parser,
+    ResetCache,
+    Stats,
+    Submit,
+    ToClient,
+    ToFrontend,
+    frames,
+    id_of,
+)
+
+log = logging.getLogger("radixkv.server")
+
+ALIVE_SECONDS = 1.0
+HEARTBEAT_MS = 2000
+"""ZeroMQ's own pings, which find a peer whose machine or network has gone; answered by libzmq, not by the client's code."""
+MAX_UNREAD = 16384
+"""Messages that may wait for a client; one that reads no faster is dropped like one that has gone."""
+MAX_OPEN = 1024
+"""Open requests of one client."""
+
+
+class ZmqDoor:
+    """Serves ``endpoint`` until closed."""
+
+    def __init__(self, context: zmq.asyncio.Context, frontend: Frontend, endpoint: str) -> None:
+        """Bind.  Raises ``ValueError`` for an endpoint that must not be served, ``OSError`` for one that can't be."""
+        check_endpoint(endpoint)
+        self._frontend = frontend
+        self._parse: Parser[ToFrontend] = Parser(ToFrontend)
+        self._tasks: dict[bytes, dict[str, asyncio.Task[None]]] = {}
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
+        try:
+            with _private_files():
+                self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OSError(error.errno, f"zmq endpoint {endpoint} can't be served: {error.strerror}") from None
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_alive())
+            while True:
+                client, *received = await self._socket.recv_multipart()
+                try:
+                    self._handle(client, self._parse(received), group)
+                except ServerError as error:
+                    self._send(client, Failed.of(error, id_of(received)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _handle(self, client: bytes, message: ToFrontend, group: asyncio.TaskGroup) -> None:
+        tasks = self._tasks.get(client, {})
+        if isinstance(message, Cancel):
+            if task := tasks.get(message.id):
+                task.cancel()
+            return
+        if not 1 <= len(message.id) <= 128:
+            raise InvalidRequest(f"id must be 1 to 128 characters, got {len(message.id)}", param="id")
+        if message.id in tasks:
+            raise InvalidRequest(f"id {message.id!r} must not be that of an open request", param="id")
+        if len(tasks) >= MAX_OPEN:
+            raise InvalidRequest(f"open requests must be at most {MAX_OPEN} for one client")
+        task = group.create_task(self._serve(client, message))
+        self._tasks.setdefault(client, tasks)[message.id] = task
+        # Not in the task itself: one that is cancelled before it starts runs none of its code.
+        task.add_done_callback(lambda _: self._forget(client, message.id))
+
+    def _forget(self, client: bytes, id: str) -> None:
+        tasks = self._tasks[client]
+        del tasks[id]
+        if not tasks:
+            del self._tasks[client]
+
+    async def _serve(self, client: bytes, message: Submit | GetStats | ResetCache) -> None:
+        try:
+            match message:
+                case Submit():
+                    await self._generate(client, message)
+                case GetStats():
+                    self._send(client, Stats(id=message.id, stats=await self._frontend.stats()))
+                case ResetCache():
+                    await self._frontend.reset_cache()
+                    self._send(client, Done(id=message.id))
+        except ServerError as error:
+            self._send(client, Failed.of(error, message.id))
+        except Exception:
+            log.exception("a request failed in the server itself")
+            self._send(
+                client, Failed(id=message.id, kind="internal", message="the server failed on this request; its log says how")
+            )
+        finally:
+            tasks = self._tasks[client]
+            del tasks[message.id]
+            if not tasks:
+                del self._tasks[client]
+
+    async def _generate(self, client: bytes, message: Submit) -> None:
+        if (message.prompt is None) == (message.messages is None):
+            raise InvalidRequest("prompt or messages must be given, and not both", param="prompt")
+        generation = await self._frontend.submit(
+            message.messages if message.prompt is None else [message.prompt],  # type: ignore[arg-type]
+            message.params,
+            n=message.n,
+            namespace=message.namespace,
+            model=message.model,
+        )
+        with generation:
+            async for delta in generation:
+                self._send(client, Chunk(id=message.id, delta=delta))
+        self._send(client, Finished(id=message.id, usage=generation.usage))
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            for client in list(self._tasks):
+                self._send(client, Alive())
+
+    def _send(self, client: bytes, message: ToClient) -> None:
+        sent = self._socket.send_multipart([client, *frames(message)], zmq.NOBLOCK)
+        if sent.done() and sent.exception() is not None:  # gone, or not reading
+            for task in self._tasks.get(client, {}).values():
+                task.cancel()
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ``ValueError`` unless this is ``ipc://`` or loopback TCP, and ``OSError`` where its socket file is someone else's."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "tcp":
+        host = urlsplit(endpoint).hostname or ""
+        if host != "localhost" and not _is_loopback(host):
+            raise ValueError(
+                f"zmq must be a loopback address or ipc://, got {endpoint}: nothing on this wire is encrypted or authenticated "
+                "(to reach it from elsewhere, forward the port over SSH)"
+            )
+    elif scheme == "ipc" and rest:
+        # libzmq would delete whatever is there.
+        path = Path(rest)
+        if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+            raise OSError(f"zmq endpoint {endpoint}: {path} exists and is no socket")
+        if path.exists() and _is_listening(path):
+            raise OSError(f"zmq endpoint {endpoint} is taken: something listens there")
+        if not path.parent.is_dir():
+            raise OSError(f"zmq endpoint {endpoint}: there is no directory {path.parent}")
+    else:
+        raise ValueError(f"zmq must be an endpoint like ipc:///tmp/radixkv.sock or tcp://127.0.0.1:5555, got {endpoint!r}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Files made inside are their owner's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
