@@ -1,0 +1,199 @@
+"""CPU kernels: small C routines compiled where they run, for float32 and bfloat16; torch for the rest and without a compiler.
+
+A row's bits don't depend on the rows computed with it, nor on the number of threads.  A decode step makes hundreds of these
+calls, so each costs a few microseconds: no temporaries, and only pointers and integers pass to C.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import AttentionMetadata
+from . import torch_ops
+from .build import library
+
+_TILE = 16  # as in gemm.h
+_MIN_HEAD_DIM = 16
+
+
+@functools.cache
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether tensors of ``dtype`` are computed by the C kernels here."""
+    return dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+
+@dataclass(slots=True, frozen=True)
+class PackedLinear:
+    """A weight ``[N, K]`` in tiles of 16 outputs, K in order, and its bias in float32, both padded to whole tiles."""
+
+    weight: Tensor
+    bias: Tensor
+    num_outputs: int
+    num_inputs: int
+    weight_pointer: int
+    bias_pointer: int
+
+
+def allocate_kv(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Zeroed K and V of one layer in tiles of ``t = min(block_size, 16)`` tokens, K with the token varying fastest.
+
+    float32: K ``[blocks, heads, block_size / t, head_dim, t]``, V ``[blocks, heads, block_size, head_dim]``. bfloat16 comes in
+    pairs: K ``[blocks, heads, block_size / t, head_dim / 2, t, 2]``, V ``[blocks, heads, block_size / 2, head_dim, 2]``.
+    See kv.h. Where torch computes: as ``reference`` has it.
+    """
+    if not is_native(dtype) or head_dim < _MIN_HEAD_DIM or head_dim % 2:
+        return torch_ops.allocate_kv(num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
+    tile = min(block_size, _TILE)
+    pairs = (2,) if dtype is torch.bfloat16 else ()
+    k_shape = (num_blocks, num_kv_heads, block_size // tile, head_dim // (2 if pairs else 1), tile, *pairs)
+    v_shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    if pairs and block_size > 1:
+        v_shape = (num_blocks, num_kv_heads, block_size // 2, head_dim, 2)  # type: ignore[assignment]
+    return torch.zeros(k_shape, dtype=dtype, device=device), torch.zeros(v_shape, dtype=dtype, device=device)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Tensor, Tensor | None]:
+    """Weight ``[N, K]`` and bias ``[N]`` rearranged into tiles, as large as before up to padding; O(N K)."""
+    if not is_native(weight.dtype):
+        return torch_ops.pack_linear(weight, bias)
+    outputs, inputs = weight.shape
+    half = weight.dtype is torch.bfloat16
+    tiles = -(-outputs // _TILE)
+    packed = torch.empty(tiles * _TILE * (inputs + (inputs % 2 if half else 0)), dtype=weight.dtype)
+    padded_bias = torch.zeros(tiles * _TILE)
+    if bias is not None:
+        padded_bias[:outputs] = bias
+    weight = weight.contiguous()
+    library().radixkv_pack_weight(weight.data_ptr(), packed.data_ptr(), outputs, inputs, half)
+    return PackedLinear(packed, padded_bias, outputs, inputs, packed.data_ptr(), padded_bias.data_ptr())
+
+
+def linear(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Tensor:
+    """``x @ weight.T + bias``: ``[T, K] -> [T, N]``; summed in float32, K in order. Raises ValueError on another K or dtype."""
+    if not isinstance(packed, PackedLinear):
+        return torch_ops.linear(x, packed)
+    rows, inputs = x.shape
+    if inputs != packed.num_inputs or x.dtype is not packed.weight.dtype:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight takes {packed.weight.dtype} rows of {packed.num_inputs}")
+    if not x.is_contiguous():
+        x = x.contiguous()
+    out = torch.empty((rows, packed.num_outputs), dtype=x.dtype)
+    library().radixkv_linear(
+        x.data_ptr(), inputs, packed.weight_pointer, packed.bias_pointer, out.data_ptr(), rows, packed.num_outputs, inputs,
+        x.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, computed in float32 and rounded to ``x``'s dtype before the weight is applied."""
+    if not is_native(x.dtype):
+        return torch_ops.rms_norm(x, weight, eps)
+    return _norm(x.contiguous(), None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual += x`` in place, then ``rms_norm(residual)``, in one pass; ``residual`` must be contiguous."""
+    if not is_native(x.dtype):
+        return torch_ops.add_rms_norm(x, residual, weight, eps)
+    if not residual.is_contiguous() or residual.dtype is not x.dtype or residual.shape != x.shape:
+        raise ValueError(f"residual must be contiguous {x.dtype} {tuple(x.shape)}")
+    return _norm(x.contiguous(), residual.data_ptr(), weight, eps)
+
+
+def _norm(x: Tensor, residual: int | None, weight: Tensor, eps: float) -> Tensor:
+    dim = x.shape[-1]
+    if weight.dtype is not x.dtype or weight.numel() != dim:
+        raise ValueError(f"weight is {weight.dtype} {tuple(weight.shape)}, x has {x.dtype} rows of {dim}")
+    out = torch.empty_like(x)
+    library().radixkv_rms_norm(
+        x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, eps,
+        x.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` for ``[T, 2 I]`` holding gate then up: ``[T, I]``; in bfloat16 silu is rounded first, as in torch."""
+    if not is_native(gate_up.dtype):
+        return torch_ops.silu_mul(gate_up)
+    gate_up = gate_up.contiguous()
+    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, dim), dtype=gate_up.dtype)
+    library().radixkv_silu_mul(
+        gate_up.data_ptr(), out.data_ptr(), rows, dim, gate_up.dtype is torch.bfloat16, torch.get_num_threads()
+    )
+    return out
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Rotate q ``[T, H, D]`` and k ``[T, G, D]`` in place (halves convention); their heads must lie side by side."""
+    if not is_native(q.dtype):
+        torch_ops.rope(q, k, positions, cos_sin)
+        return
+    tokens, q_heads, dim = q.shape
+    library().radixkv_rope(
+        q.data_ptr(), _row_stride(q), k.data_ptr(), _row_stride(k), positions.data_ptr(), cos_sin.data_ptr(),
+        tokens, q_heads, k.shape[1], dim, q.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store k and v ``[T, G, D]`` at their slots; a slot of -1 is skipped."""
+    if not _is_tiled(k_cache):
+        torch_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
+    tokens, heads, dim = k.shape
+    library().radixkv_write_kv(
+        k.data_ptr(), _row_stride(k), v.data_ptr(), _row_stride(v), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
+        tokens, heads, dim, k_cache.shape[2] * k_cache.shape[4], k.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``.
+
+    Reads only blocks that hold tokens; K/V that several short queries share is read once for all of them.
+    """
+    if not _is_tiled(k_cache):
+        return torch_ops.paged_attention(q, k_cache, v_cache, metadata, scale)
+    tokens, q_heads, dim = q.shape
+    kv_heads, tables = k_cache.shape[1], metadata.block_tables
+    out = torch.empty((tokens, q_heads, dim), dtype=q.dtype)
+    library().radixkv_paged_attention(
+        q.data_ptr(), _row_stride(q), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[0], tokens, kv_heads, q_heads // kv_heads,
+        dim, k_cache.shape[2] * k_cache.shape[4], scale, q.dtype is torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:
+    """For each row ``(source block, target block, num_rows)`` of int64 ``[C, 3]``, in order, copy the leading token rows."""
+    if not _is_tiled(k_cache):
+        torch_ops.copy_blocks(k_cache, v_cache, copies)
+        return
+    pairs = k_cache.dim() == 6
+    library().radixkv_copy_blocks(
+        k_cache.data_ptr(), v_cache.data_ptr(), copies.contiguous().data_ptr(), copies.shape[0], k_cache.shape[1],
+        k_cache.shape[3] * (2 if pairs else 1), k_cache.shape[2] * k_cache.shape[4], pairs,
+    )  # fmt: skip
+
+
+def _is_tiled(k_cache: Tensor) -> bool:
+    """Whether the cache was laid out for the C kernels."""
+    return k_cache.dim() > 4
+
+
+def _row_stride(x: Tensor) -> int:
+    """Elements from one token of ``[T, heads, D]`` to the next; heads and their elements must be contiguous."""
+    row, head, element = x.stride()
+    if element != 1 or head != x.shape[2]:
+        raise ValueError(f"heads must be contiguous: shape {tuple(x.shape)}, strides {x.stride()}")
+    return row

@@ -1,0 +1,145 @@
+/* x @ weight.T + bias with the weight packed once, for one row to thousands, each row's bits the same in any batch.
+
+   Blocking as in GotoBLAS/BLIS: KC x 16 of the weight stay in L1, MC x KC of x in L2; partial sums pass through float32 memory, which
+   changes no bit. */
+#include "gemm.h"
+#include "parallel.h"
+
+#define KC 288
+#define MC 144
+#define LOOSE_ROWS 24 /* up to here a weight tile is widened to float32 in registers, above it once per block */
+
+struct linear {
+    const void *x; /* [M, ldx] */
+    const float *a; /* the same in float32, row stride lda */
+    const void *w;
+    const float *bias; /* [tiles * 16] */
+    void *out; /* [M, N] */
+    long M, N, K, ldx, lda, rows_per_item, tiles, tiles_per_item, tile_items;
+    int half;
+    float *scratch; /* per thread: C block and a widened weight block */
+    long scratch_floats;
+};
+
+/* Weight [N, K] to [N/16][K][16] float32 or [N/16][ceil(K/2)][16][2] bfloat16, zero where N or K is padded. */
+void radixkv_pack_weight(const void *weight, void *packed, long N, long K, int half) {
+    long tiles = (N + TILE - 1) / TILE, depth = half ? (K + 1) / 2 * 2 : K;
+    for (long t = 0; t < tiles; t++)
+        for (long k = 0; k < depth; k++)
+            for (long j = 0; j < TILE; j++) {
+                long n = t * TILE + j;
+                int real = n < N && k < K;
+                if (half) ((bf16 *)packed)[(t * depth + k / 2 * 2) * TILE + j * 2 + k % 2] = real ? ((const bf16 *)weight)[n * K + k] : 0;
+                else ((float *)packed)[(t * depth + k) * TILE + j] = real ? ((const float *)weight)[n * K + k] : 0;
+            }
+}
+
+/* C[MR][NT * 16] = start + A * B, where start is the bias in the first block of K and C itself in later ones. */
+INLINE void kernel(int MR, int NT, int half, const float *a, long lda, const void *const *b, long k, const float *bias, float *c, long ldc) {
+    vf acc[MAX_MR * MAX_NT * TV];
+    UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++)
+        acc[m * NT * TV + n] = vload(bias ? bias + n * VL : c + m * ldc + n * VL);
+    accumulate(MR, NT, half, acc, a, lda, b, TILE, k);
+    UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++) vstore(c + m * ldc + n * VL, acc[m * NT * TV + n]);
+}
+
+/* All of `tiles` (their stride in bytes given) for a panel of `rows` rows. */
+static void panel(int half, long rows, const float *a, long lda, const char *b, long tile_bytes, long tiles, long k, const float *bias,
+                  float *c, long ldc) {
+#define WIDTH(MR, NT)                                                                                                             \
+    for (; t + NT <= tiles; t += NT) {                                                                                            \
+        const void *tile[NT];                                                                                                     \
+        UNROLL for (int n = 0; n < NT; n++) tile[n] = b + (t + n) * tile_bytes;                                                   \
+        if (half) kernel(MR, NT, 1, a, lda, tile, k, bias ? bias + t * TILE : 0, c + t * TILE, ldc);                              \
+        else kernel(MR, NT, 0, a, lda, tile, k, bias ? bias + t * TILE : 0, c + t * TILE, ldc);                                   \
+    }
+#define ROWS(MR)                                                                                                                  \
+    WIDTH(MR, WIDE(MR))                                                                                                           \
+    WIDTH(MR, 1)
+    long t = 0;
+    FOR_ROWS(rows, ROWS)
+#undef ROWS
+#undef WIDTH
+}
+
+static void store(const struct linear *l, const float *c, long ldc, long row, long rows, long tile, long tiles) {
+    long first = tile * TILE, columns = (tile + tiles) * TILE < l->N ? tiles * TILE : l->N - first;
+    for (long m = 0; m < rows; m++) {
+        const float *from = c + m * ldc;
+        long to = (row + m) * l->N + first, j = 0;
+        for (; j + VL <= columns; j += VL) store_from_float(l->out, to + j, vload(from + j), l->half);
+        for (; j < columns; j++) put_float(l->out, to + j, from[j], l->half);
+    }
+}
+
+static void linear_item(void *context, long item, int thread) {
+    const struct linear *l = context;
+    long tile = item % l->tile_items * l->tiles_per_item, row = item / l->tile_items * l->rows_per_item;
+    long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
+    long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
+    long depth = l->half ? (l->K + 1) / 2 * 2 : l->K, tile_bytes = depth * TILE * (l->half ? 2 : 4);
+    const char *w = (const char *)l->w + tile * tile_bytes;
+    float *c = l->scratch + thread * l->scratch_floats, *wide = c + l->rows_per_item * l->tiles_per_item * TILE;
+    const float *a = l->a + row * l->lda, *bias = l->bias + tile * TILE;
+    long ldc = tiles * TILE;
+    if (rows <= MAX_MR) {
+        panel(l->half, rows, a, l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc);
+    } else {
+        long panels = panel_count(rows);
+        for (long k = 0; k < l->K; k += KC) {
+            long kc = l->K - k < KC ? l->K - k : KC;
+            for (long t = 0; t < tiles; t++) {
+                const char *b = w + t * tile_bytes + k * TILE * (l->half ? 2 : 4);
+                int half = l->half;
+                if (half && rows > LOOSE_ROWS) {
+                    for (long i = 0; i < kc; i += 2) {
+                        vf pair[2 * TV];
+                        load_tile_row_low(pair, (const bf16 *)b + i * TILE);
+                        load_tile_row_high(pair + TV, (const bf16 *)b + i * TILE);
+                        UNROLL for (int v = 0; v < 2 * TV; v++) vstore(wide + i * TILE + v * VL, pair[v]);
+                    }
+                    b = (const char *)wide;
+                    half = 0;
+                }
+                for (long p = 0; p < panels; p++) {
+                    long m = panel_start(rows, panels, p), count = panel_start(rows, panels, p + 1) - m;
+                    panel(half, count, a + m * l->lda + k, l->lda, b, 0, 1, kc, k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc);
+                }
+            }
+        }
+    }
+    store(l, c, ldc, row, rows, tile, tiles);
+}
+
+static void widen_item(void *context, long item, int thread) {
+    (void)thread;
+    const struct linear *l = context;
+    for (long m = item * 8; m < l->M && m < item * 8 + 8; m++) {
+        const bf16 *from = (const bf16 *)l->x + m * l->ldx;
+        float *to = (float *)l->a + m * l->lda;
+        long k = 0;
+        for (; k + VL <= l->K; k += VL) vstore(to + k, vload_bf16(from + k));
+        for (; k < l->K; k++) to[k] = bf16_to_float(from[k]);
+    }
+}
+
+/* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias. */
+void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
+    if (M == 0 || N == 0) return;
+    struct linear l = {.x = x, .a = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .lda = ldx, .half = half};
+    l.tiles = (N + TILE - 1) / TILE;
+    long row_items = (M + MC - 1) / MC;
+    l.rows_per_item = panel_count((M + row_items - 1) / row_items) * MAX_MR;
+    long share = l.tiles * row_items / (threads * 6L);
+    l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
+    if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
+    l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
+    l.scratch_floats = (l.rows_per_item * l.tiles_per_item * TILE + (KC + 1) * TILE + 15) / 16 * 16;
+    l.scratch = scratch((l.scratch_floats * threads + (half ? M * K : 0)) * sizeof(float));
+    if (half) {
+        l.lda = K;
+        l.a = l.scratch + l.scratch_floats * threads;
+        parallel_for((M + 7) / 8, M * K < 65536 ? 1 : threads, widen_item, &l);
+    }
+    parallel_for(l.tile_items * row_items, threads, linear_item, &l);
+}

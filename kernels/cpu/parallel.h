@@ -1,0 +1,11 @@
+/* Work items shared by threads, and scratch memory that outlives a call. */
+#pragma once
+#include <stddef.h>
+
+typedef void (*item_fn)(void *context, long item, int thread);
+
+/* Runs fn(context, item, thread) for items 0 .. items-1, handed out in order to whichever thread is free. */
+void parallel_for(long items, int threads, item_fn fn, void *context);
+
+/* At least `bytes` of memory aligned to 64 bytes, kept by the calling thread until its next call or its end. */
+void *scratch(size_t bytes);

@@ -1,0 +1,118 @@
+/* One SIMD vocabulary for every CPU: GCC/Clang vector extensions, VL floats wide, with intrinsics only for fused multiply-add.
+
+   bfloat16 arrays are read in pairs of 32 bits: the element of even index is the low half, so that widening a pair to two
+   float32 vectors costs a shift and a mask. */
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 24")
+
+#ifndef VBYTES /* width of a vector register; tests compile every width, the compiler splits what the CPU hasn't got */
+#if defined(__AVX512F__)
+#define VBYTES 64
+#elif defined(__AVX2__)
+#define VBYTES 32
+#else
+#define VBYTES 16
+#endif
+#endif
+#define VL (VBYTES / 4)
+
+typedef float vf __attribute__((vector_size(VBYTES)));
+typedef int32_t vi __attribute__((vector_size(VBYTES)));
+typedef uint32_t vu __attribute__((vector_size(VBYTES)));
+typedef uint16_t vh __attribute__((vector_size(VBYTES / 2)));
+typedef uint16_t bf16;
+
+INLINE vf vload(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void vstore(float *p, vf v) { memcpy(p, &v, sizeof v); }
+#define FOUR(x) x, x, x, x
+#if VL == 16
+#define LANES(x) FOUR(x), FOUR(x), FOUR(x), FOUR(x)
+#elif VL == 8
+#define LANES(x) FOUR(x), FOUR(x)
+#else
+#define LANES(x) FOUR(x)
+#endif
+INLINE vf vset(float x) { return (vf){LANES(x)}; }
+INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+/* a * b + c, rounded once.  Contraction is off (see build.py), so only what is written as a fused operation is one, and a
+   row's bits don't depend on which instance of a loop computed it. */
+INLINE vf vfma(vf a, vf b, vf c) {
+#if VBYTES == 64 && defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VBYTES == 32 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif VBYTES == 16 && defined(__FMA__)
+    return (vf)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#elif VBYTES == 16 && defined(__ARM_NEON) && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE float bf16_to_float(bf16 x) { return as_float((uint32_t)x << 16); }
+
+INLINE vf vload_bf16(const bf16 *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+/* Round to nearest even; a NaN stays one. */
+INLINE void vstore_bf16(bf16 *p, vf v) {
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, is_nan = (vu)(v != v);
+    vh h = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), vh);
+    memcpy(p, &h, sizeof h);
+}
+
+INLINE bf16 bf16_from_float(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return x != x ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+/* Activations are float32 or bfloat16; `half` says which. */
+INLINE vf load_as_float(const void *p, long i, int half) { return half ? vload_bf16((const bf16 *)p + i) : vload((const float *)p + i); }
+INLINE void store_from_float(void *p, long i, vf v, int half) { half ? vstore_bf16((bf16 *)p + i, v) : vstore((float *)p + i, v); }
+INLINE float get_float(const void *p, long i, int half) { return half ? bf16_to_float(((const bf16 *)p)[i]) : ((const float *)p)[i]; }
+INLINE void put_float(void *p, long i, float x, int half) {
+    if (half) ((bf16 *)p)[i] = bf16_from_float(x);
+    else ((float *)p)[i] = x;
+}
+INLINE char *element(const void *p, long i, int half) { return (char *)p + i * (half ? 2 : 4); }
+
+/* A tree over the lanes: the same order for every row. */
+INLINE float vsum(vf v) {
+    UNROLL for (int width = VL / 2; width; width /= 2) UNROLL for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0];
+}
+INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
+INLINE float vmax_lanes(vf v) {
+    UNROLL for (int width = VL / 2; width; width /= 2) UNROLL for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+    return v[0];
+}
+
+/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126; NaN stays NaN.  Split x = n + f with |f| <= 1/2 by adding 1.5 * 2^23, whose low bits
+   then hold n; 2^f by a minimax polynomial of degree 6 (relative error 2^-29 before rounding). */
+INLINE vf vexp2(vf x) {
+    const vf magic = vset(12582912.0f);
+    vi tiny = x < -126.0f;
+    x = vselect(tiny, vset(-126.0f), x);
+    vf shifted = x + magic, f = x - (shifted - magic);
+    vf p = vset(0x1.41d334p-13f);
+    p = vfma(p, f, vset(0x1.5f456ap-10f));
+    p = vfma(p, f, vset(0x1.3b2dbcp-7f));
+    p = vfma(p, f, vset(0x1.c6aed4p-5f));
+    p = vfma(p, f, vset(0x1.ebfbdap-3f));
+    p = vfma(p, f, vset(0x1.62e430p-1f));
+    p = vfma(p, f, vset(1.0f));
+    return (vf)(((vi)p + ((vi)shifted << 23)) & ~tiny);
+}
