@@ -64,7 +64,7 @@ class TileShape:
             "KEYS": self.keys,
             "SEGMENT": SEGMENT,
             "num_warps": self.num_warps,
-            "num_stages": 2,
+            "num_stages": 3,  # one for the block table, one for the keys and values it leads to, one for the products
             "enable_fp_fusion": False,  # or two kernels could round one formula differently
         }
 

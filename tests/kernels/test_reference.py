@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from radixkv.kernels import AttentionMetadata, load_backend, reference
-from torch import Tensor
+from radixkv.kernels import load_backend, reference
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 CPU = torch.device("cpu")
 
 
-def paged_batch(
-    query_lens: list[int], seq_lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor, AttentionMetadata]:
-    """Random dense K and V per sequence, and the same rows scattered over shuffled blocks by the backend's own ``write_kv``."""
-    needed = [-(-length // block_size) for length in seq_lens]
-    ids = torch.randperm(sum(needed) + 3)
-    tables = torch.full((len(seq_lens), max(needed) + 1), -1, dtype=torch.int32)
-    k_cache, v_cache = reference.allocate_kv(len(ids), block_size, kv_heads, head_dim, dtype, CPU)
-    keys, values = ([torch.randn(n, kv_heads, head_dim, dtype=dtype) for n in seq_lens] for _ in range(2))
-    taken = 0
-    for s, (length, count) in enumerate(zip(seq_lens, needed, strict=True)):
-        tables[s, :count] = ids[taken : taken + count]
-        taken += count
-        token = torch.arange(length)
-        slots = tables[s].long()[token // block_size] * block_size + token % block_size
-        reference.write_kv(keys[s], values[s], k_cache, v_cache, slots)
-    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    empty = torch.empty(0, dtype=torch.int64)
-    metadata = AttentionMetadata(
-        starts, torch.tensor(seq_lens, dtype=torch.int32), tables, empty, empty, max(query_lens), max(seq_lens)
-    )
-    return keys, values, k_cache, v_cache, metadata
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "block_size", "head_dim"), [(1, 1, 64), (3, 16, 80), (8, 8, 128)])
 def test_paged_attention_equals_torch_attention_on_dense_keys(
-    dtype: torch.dtype, group: int, block_size: int, head_dim: int
+    paged_batch: Callable[..., Any], dtype: torch.dtype, group: int, block_size: int, head_dim: int
 ) -> None:
-    torch.manual_seed(0)
-    query_lens, seq_lens = [1, 7, 33, 5], [40, 7, 50, 16]
-    keys, values, k_cache, v_cache, metadata = paged_batch(query_lens, seq_lens, block_size, 2, head_dim, dtype)
-    q = torch.randn(sum(query_lens), 2 * group, head_dim, dtype=dtype)
-    out = reference.paged_attention(q, k_cache, v_cache, metadata, 0.2)
+    batch = paged_batch([1, 7, 33, 5], [40, 7, 50, 16], block_size, 2, group, head_dim, dtype)
+    out = batch.attend(reference, scale=0.2)
     wide = torch.promote_types(dtype, torch.float32)
-    for s, (query_len, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        rows = slice(int(metadata.query_start_loc[s]), int(metadata.query_start_loc[s + 1]))
-        mask = torch.ones(query_len, length, dtype=torch.bool).tril(length - query_len)
-        query, key, value = (x.to(wide).transpose(0, 1)[None] for x in (q[rows], keys[s], values[s]))
-        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2, enable_gqa=True)
-        torch.testing.assert_close(out[rows], expected[0].transpose(0, 1).to(dtype))
+    for s, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        q = batch.q[batch.rows(s)]
+        mask = torch.ones(len(q), len(keys), dtype=torch.bool).tril(len(keys) - len(q))
+        query, key, value = (x.to(wide).transpose(0, 1)[None] for x in (q, keys, values))
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.2, enable_gqa=True)
+        torch.testing.assert_close(out[batch.rows(s)], expected[0].transpose(0, 1).to(dtype))
 
 
-def test_paged_attention_leaves_unowned_and_empty_rows_zero() -> None:
-    _, _, k_cache, v_cache, metadata = paged_batch([1, 1], [5, 3], 4, 1, 8, torch.float32)
-    metadata.seq_lens[1] = 0
-    out = reference.paged_attention(torch.randn(4, 2, 8), k_cache, v_cache, metadata, 1.0)
+def test_paged_attention_leaves_unowned_and_empty_rows_zero(paged_batch: Callable[..., Any]) -> None:
+    batch = paged_batch([1, 1], [5, 3], 4, 1, 2, 8, torch.float32)
+    batch.metadata.seq_lens[1] = 0
+    batch.q = torch.randn(4, 2, 8)
+    out = batch.attend(reference)
     assert out[0].abs().min() > 0
     assert not out[1:].any()
 
