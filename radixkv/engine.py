@@ -1,0 +1,213 @@
+"""Engine: schedule, run, sample, publish.  The loop to read first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixkv.cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.kernels import backend_for
+from radixkv.model.kv_storage import KVStorage
+from radixkv.model.loader import load_model, load_model_config, resolve_model
+from radixkv.model.runner import ModelRunner
+from radixkv.model.sampler import sample
+from radixkv.platform import choose_device, choose_dtype
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.batch import Batch
+from radixkv.scheduling.policy import queue_policy
+from radixkv.scheduling.request import FinishReason, Request, RequestOutput
+from radixkv.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One model, one cache, one queue; speaks token ids only.  One thread at a time.
+
+    Loading is slow and raises ``ValueError`` (a model or setting that can't be used) or ``OSError`` (a model that can't be read).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        device = choose_device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        source = resolve_model(config.model)
+        self.config = config
+        self.model_config = load_model_config(source)
+        dtype = choose_dtype(config.dtype, self.model_config.dtype, device)
+        backend = backend_for(device)
+        model = load_model(source, self.model_config, dtype=dtype, device=device, backend=backend)
+        kv = KVStorage(self.model_config, config.num_blocks, config.block_size, dtype, device, backend)
+        self.runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len())
+        self.cache = PrefixCache(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.cache,
+            queue_policy(config.policy, config.aging_tokens_per_second),
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self.max_model_len = self._max_model_len()
+        self.dtype = dtype
+        self.device = device
+        self._kv_bytes_per_token = kv.num_bytes // (config.num_blocks * config.block_size)
+        self._started = time.monotonic()
+        self._steps = self._prompt_tokens_computed = self._generated_tokens = 0
+        self._prefill_seconds = 0.0
+
+    def _max_model_len(self) -> int:
+        limits = [self.model_config.max_position_embeddings, self.config.num_blocks * self.config.block_size]
+        return min([*limits, self.config.max_model_len] if self.config.max_model_len else limits)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, token_ids: NDArray[np.int32] | list[int], params: SamplingParams, *, namespace: str = ""
+    ) -> None:
+        """Queue a request.  Raises ``ValueError`` naming the field and its limit; then nothing was queued."""
+        params.validate()
+        prompt = np.asarray(token_ids, dtype=np.int64)
+        vocab_size = self.model_config.vocab_size
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError("prompt must hold at least 1 token, got none")
+        if len(prompt) + 1 > self.max_model_len:
+            raise ValueError(f"prompt must be at most {self.max_model_len - 1} tokens here, got {len(prompt)}")
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"max_tokens must be at most {self.max_model_len - len(prompt)} after a prompt of {len(prompt)} tokens "
+                f"(model and cache hold {self.max_model_len}), got {params.max_tokens}"
+            )
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            raise ValueError(f"prompt must be made of token ids from 0 to {vocab_size - 1}, got {prompt.min()} to {prompt.max()}")
+        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            if max(ids, default=0) >= vocab_size:
+                raise ValueError(f"{field} must hold token ids from 0 to {vocab_size - 1}, got {max(ids)}")
+        if self.scheduler.find(request_id) is not None:
+            raise ValueError(f"request_id must be new, {request_id!r} is being served")
+        self.scheduler.add(Request(request_id, prompt.astype(np.int32), params, namespace=namespace, arrival_time=time.monotonic()))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early; its blocks are back when this returns.  False if there is none of that id."""
+        request = self.scheduler.find(request_id)
+        if request is None:
+            return False
+        self.scheduler.remove(request)
+        return True
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; return what it adds to each request that got a token or failed."""
+        batch = self.scheduler.schedule(time.monotonic())
+        if not batch.sequences:
+            return []
+        started = time.monotonic()
+        try:
+            logits = self.runner.forward(batch)
+            requests = [seq.request for seq in batch.sequences if seq.samples]
+            token_ids, logprobs = sample(logits, requests)
+        except Exception as error:
+            logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
+            return self._fail(batch, f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._fail(batch, "interrupted")
+            raise
+        self._count(batch, time.monotonic() - started)
+        outputs = []
+        for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
+            request.append(token_id)
+            finish_reason = self._finish_reason(request, token_id)
+            if finish_reason:
+                self.scheduler.remove(request)
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=[token_id],
+                    logprobs=[logprob] if logprob is not None else None,
+                    finish_reason=finish_reason,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
+        return outputs
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        params = request.params
+        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.model_config.eos_token_ids):
+            return "stop"
+        return "length" if request.num_output_tokens == params.max_tokens else None
+
+    def _fail(self, batch: Batch, error: str) -> list[RequestOutput]:
+        """End the batch's requests.  Blocks they published hold no K/V, so the cache must forget them."""
+        outputs = []
+        for seq in batch.sequences:
+            request = seq.request
+            self.scheduler.remove(request)
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=[],
+                    finish_reason="error",
+                    error=error,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
+        self.cache.reset()
+        return outputs
+
+    def _count(self, batch: Batch, seconds: float) -> None:
+        self._steps += 1
+        prefill = sum(seq.num_tokens for seq in batch.sequences if seq.start < seq.request.num_prompt_tokens)
+        self._prompt_tokens_computed += prefill
+        self._prefill_seconds += seconds * prefill / batch.num_tokens
+        self._generated_tokens += sum(seq.samples for seq in batch.sequences)
+
+    # -- reporting --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and gauges now, as plain types (documented in docs/reports.md)."""
+        cache = self.cache.stats()
+        return {
+            "model": self.config.model,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "block_size": self.config.block_size,
+            "max_model_len": self.max_model_len,
+            "kv_bytes_per_token": self._kv_bytes_per_token,
+            "prefix_caching": self.config.enable_prefix_caching,
+            "uptime_s": time.monotonic() - self._started,
+            "steps": self._steps,
+            "requests": cache.total.requests,
+            "prompt_tokens": cache.total.prompt_tokens,
+            "cached_tokens": cache.total.cached_tokens,
+            "generated_tokens": self._generated_tokens,
+            "prefill_tokens_computed": self._prompt_tokens_computed,
+            "prefill_seconds": self._prefill_seconds,
+            "preemptions": self.scheduler.num_preemptions,
+            "evicted_blocks": cache.evicted_blocks,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "blocks_total": cache.blocks_total,
+            "blocks_free": cache.blocks_free,
+            "blocks_cached": cache.blocks_cached,
+            "blocks_locked": cache.blocks_locked,
+            "tree_nodes": cache.nodes,
+            "namespaces": {
+                name: {"requests": c.requests, "prompt_tokens": c.prompt_tokens, "cached_tokens": c.cached_tokens}
+                for name, c in cache.namespaces.items()
+            },
+        }
+
+    def reset_cache(self) -> None:
+        """Forget every prefix that no running request uses."""
+        self.cache.reset()

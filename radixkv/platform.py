@@ -1,0 +1,36 @@
+"""What this machine computes on, and in which type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from radixkv.config import Device, Dtype
+
+
+def choose_device(device: Device) -> torch.device:
+    """Resolve ``auto``.  Raises ``ValueError`` when a GPU is asked for and there is none."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be 'cpu' or 'auto' here: torch finds no CUDA or ROCm device")
+    return torch.device(device)
+
+
+def choose_dtype(dtype: Dtype, saved: torch.dtype, device: torch.device) -> torch.dtype:
+    """Resolve ``auto``: the type the model was saved in where the hardware computes in it, otherwise float32."""
+    if dtype != "auto":
+        resolved: torch.dtype = getattr(torch, dtype)
+        return resolved
+    if device.type == "cuda":
+        return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
+    return torch.bfloat16 if saved != torch.float32 and _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))

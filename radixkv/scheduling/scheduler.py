@@ -1,0 +1,129 @@
+"""Scheduler: who runs in this step, and with how many tokens (continuous batching; Orca, Yu et al. 2022)."""
+
+from __future__ import annotations
+
+from radixkv.cache import PrefixCache
+from radixkv.scheduling.batch import Batch, ScheduledSequence
+from radixkv.scheduling.policy import Order, fcfs
+from radixkv.scheduling.request import Request
+
+
+class Scheduler:
+    """Waiting and running requests, and the only caller of the cache.
+
+    A step takes one token of every decoding sequence first, then prefill chunks of running sequences, then admits waiting ones in
+    the policy's order, all under one token budget (chunked prefill mixed with decodes; Sarathi-Serve, Agrawal et al. 2024).
+
+    Every chunk is published to the cache as soon as it is scheduled: the K/V of a layer are all written before attention reads
+    them, so a request admitted later in the same step shares a prefix that another one computes in that step.  Requests that
+    arrive together with a common prefix compute it once.
+    """
+
+    def __init__(self, cache: PrefixCache, order: Order, *, max_batch_tokens: int, max_num_seqs: int) -> None:
+        self.cache = cache
+        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs = max_num_seqs
+        self.running: list[Request] = []
+        """In order of admission, so the youngest is last."""
+        self.num_preemptions = 0
+        self._order = order
+        self._waiting: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self._waiting.values())
+
+    def find(self, request_id: str) -> Request | None:
+        if request_id in self._waiting:
+            return self._waiting[request_id]
+        return next((request for request in self.running if request.request_id == request_id), None)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that finished, failed or was aborted; its blocks are back when this returns."""
+        if request.lease is None:
+            del self._waiting[request.request_id]
+        else:
+            self.running.remove(request)
+            self._release(request)
+
+    def schedule(self, now: float) -> Batch:
+        """Choose the work of one step.  ``now`` in seconds, on the clock of ``Request.arrival_time``.
+
+        The batch is empty only when nothing waits or runs.
+        """
+        batch = Batch()
+        preemptions = self.num_preemptions
+        prefilling = []
+        for request in self.running.copy():
+            if request.num_tokens - request.num_computed_tokens > 1:
+                prefilling.append(request)
+            elif request.lease is not None and self._make_room(request):
+                self._schedule_chunk(batch, request, 1)
+        budget = self.max_batch_tokens - len(batch.sequences)
+        for request in prefilling:
+            if budget and request.lease is not None:
+                budget -= self._schedule_chunk(batch, request, budget)
+        if self.num_preemptions == preemptions:  # else admitting would only take back what the preemption just freed
+            self._admit(batch, budget, now)
+        batch.copies = self.cache.take_copies()
+        return batch
+
+    def _admit(self, batch: Batch, budget: int, now: float) -> None:
+        if not (self._waiting and budget and len(self.running) < self.max_num_seqs):
+            return
+        resuming = [request for request in self._waiting.values() if request.num_preemptions]
+        arriving = [request for request in self._waiting.values() if not request.num_preemptions]
+        for request in fcfs(resuming, self.cache, now) + self._order(arriving, self.cache, now):
+            if not budget or len(self.running) == self.max_num_seqs:
+                return
+            lease = self.cache.acquire(
+                request.tokens,
+                namespace=request.namespace,
+                # Every running sequence may need a block soon; without this the newcomer would be preempted at once.
+                headroom=len(self.running),
+                resumed=request.num_preemptions > 0,
+            )
+            if lease is None:
+                return  # nobody overtakes the one whose turn it is, or a large request would wait for ever
+            del self._waiting[request.request_id]
+            self.running.append(request)
+            request.lease = lease
+            request.num_computed_tokens = lease.num_cached_tokens
+            if not request.num_preemptions:
+                request.num_cached_tokens = lease.num_cached_tokens
+            budget -= self._schedule_chunk(batch, request, budget)
+
+    def _schedule_chunk(self, batch: Batch, request: Request, budget: int) -> int:
+        assert request.lease is not None
+        start = request.num_computed_tokens
+        chunk = min(budget, request.num_tokens - start)
+        request.num_computed_tokens = start + chunk
+        self.cache.publish(request.lease, request.tokens, request.num_computed_tokens)
+        batch.sequences.append(ScheduledSequence(request, start, chunk))
+        return chunk
+
+    def _make_room(self, request: Request) -> bool:
+        """Get the block for a decode's next token, preempting the youngest while there is none.
+
+        False if ``request`` itself was the youngest.  The oldest always gets on, so every request ends.
+        """
+        assert request.lease is not None
+        missing = request.num_tokens - request.lease.num_tokens
+        while not self.cache.extend(request.lease, missing):
+            youngest = self.running.pop()
+            self._release(youngest)
+            youngest.num_preemptions += 1
+            self.num_preemptions += 1
+            self._waiting[youngest.request_id] = youngest
+            if youngest is request:
+                return False
+        return True
+
+    def _release(self, request: Request) -> None:
+        assert request.lease is not None
+        self.cache.release(request.lease)
+        request.lease = None
+        request.num_computed_tokens = 0
