@@ -92,29 +92,27 @@ def launch_the_rest(dtype: torch.dtype) -> None:
     backend.silu_mul(torch.zeros(2, 3072, dtype=dtype))
 
 
-def main(jobs: list[tuple[list[str], list[list[Any]], list[str]]]) -> None:
-    """Each job: target names; dtype, head dim, group and block size of attentions; dtypes of the other kernels."""
+def main(targets: list[str], attention: list[list[Any]], rest: list[str]) -> None:
+    """Compile for the targets: attentions by dtype, head dim, group and block size; the other kernels by dtype."""
     JITFunction.run = record
-    for targets, attention, rest in jobs:
-        launches.clear()
-        for dtype, *shape in attention:
-            launch_attention(getattr(torch, dtype), *shape)
-        for dtype in rest:
-            launch_the_rest(getattr(torch, dtype))
-        for (kernel, arguments), target in itertools.product(launches, targets):
-            compiled = compile_launch(kernel, arguments, TARGETS[target])
-            binary, assembly = ("hsaco", "amdgcn") if TARGETS[target].backend == "hip" else ("cubin", "ptx")
-            facts = {
-                "kernel": kernel.__name__,
-                "target": target,
-                "dtype": str(next(a.dtype for a in arguments.values() if isinstance(a, torch.Tensor))),
-                "head_dim": arguments.get("HEAD_DIM"),
-                "is_elf": compiled.asm[binary][:4] == b"\x7fELF",
-                "shared_bytes": compiled.metadata.shared,
-                "instructions": sorted(set(MATRIX_INSTRUCTION.findall(compiled.asm[assembly]))),
-            }
-            print(json.dumps(facts))
+    for dtype, *shape in attention:
+        launch_attention(getattr(torch, dtype), *shape)
+    for dtype in rest:
+        launch_the_rest(getattr(torch, dtype))
+    for (kernel, arguments), target in itertools.product(launches, targets):
+        compiled = compile_launch(kernel, arguments, TARGETS[target])
+        binary, assembly = ("hsaco", "amdgcn") if TARGETS[target].backend == "hip" else ("cubin", "ptx")
+        facts = {
+            "kernel": kernel.__name__,
+            "target": target,
+            "dtype": str(next(a.dtype for a in arguments.values() if isinstance(a, torch.Tensor))),
+            "head_dim": arguments.get("HEAD_DIM"),
+            "is_elf": compiled.asm[binary][:4] == b"\x7fELF",
+            "shared_bytes": compiled.metadata.shared,
+            "instructions": sorted(set(MATRIX_INSTRUCTION.findall(compiled.asm[assembly]))),
+        }
+        print(json.dumps(facts))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(*json.loads(sys.argv[1]))
