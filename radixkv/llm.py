@@ -21,6 +21,8 @@ from radixkv.scheduling.request import FinishReason, TokenLogprobs
 Message = Mapping[str, str]
 """``{"role": "user", "content": "..."}``"""
 
+Prompts = Sequence[str] | Sequence[list[int]]
+
 
 @dataclass(slots=True)
 class GenerationOutput:
@@ -56,7 +58,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: str = "",
@@ -67,7 +69,8 @@ class LLM:
         ``params`` is one for all, or one for each prompt.  Raises ``ValueError`` naming the prompt, field and limit before anything
         runs; ``RuntimeError`` if the engine fails.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(prompts, str):
+            prompts = [prompts]
         outputs = [GenerationOutput(i) for i in range(len(prompts))]
         with Progress(
             TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True, disable=not use_tqdm
@@ -107,7 +110,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: str = "",
@@ -146,8 +149,8 @@ class LLM:
                 index, text, output.token_ids, output.logprobs, finish_reason, output.num_prompt_tokens, output.num_cached_tokens
             )
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        return list(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
     def report(self) -> Report:
         """Hit rate so far, and what it saved; ``print`` it, or see its fields."""

@@ -18,14 +18,14 @@ def choose_device(device: Device) -> torch.device:
     return torch.device(device)
 
 
-def choose_dtype(dtype: Dtype, saved: torch.dtype, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: Dtype, saved: str, device: torch.device) -> torch.dtype:
     """Resolve ``auto``: the type the model was saved in where the hardware computes in it, otherwise float32."""
     if dtype != "auto":
         resolved: torch.dtype = getattr(torch, dtype)
         return resolved
     if device.type == "cuda":
-        return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
-    return torch.bfloat16 if saved != torch.float32 and _cpu_has_bfloat16() else torch.float32
+        return torch.float16 if saved == "float16" else torch.bfloat16
+    return torch.bfloat16 if saved != "float32" and _cpu_has_bfloat16() else torch.float32
 
 
 def _cpu_has_bfloat16() -> bool:

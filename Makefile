@@ -1,0 +1,37 @@
+# Every target sets up what it needs: a virtual environment in .venv, once, and again when what is installed changes.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -P
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(STAMP)  ## few-shot batch, agent loop and parallel sampling on a real model, with and without the cache
+	$(RUN) examples/demo.py
+
+test: $(STAMP)  ## the quick suite
+	$(RUN) -m pytest -m "not full"
+
+test-all: $(STAMP)  ## everything, the whole correctness grid included
+	$(RUN) -m pytest
+
+lint: $(STAMP)  ## style, types, and which part may import which
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	# mypy and import-linter must see the package as it is installed: kernels/ and server/ inside radixkv/.
+	rm -rf build/lint && mkdir -p build/lint && cp -R radixkv bench build/lint && cp -R kernels server build/lint/radixkv
+	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p radixkv -p bench
+	cd build/lint && PYTHONPATH=. ../../$(VENV)/bin/lint-imports ../../pyproject.toml --no-cache
+
+bench: $(STAMP)  ## the three serving workloads against a server started for them
+	$(RUN) -m bench.local
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "radixkv needs Python 3.11 or later, $(PYTHON) is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
