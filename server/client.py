@@ -13,7 +13,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -35,6 +35,7 @@ from radixkv.server.messages import (
     ToClient,
     Usage,
     frames,
+    send_now,
 )
 
 from radixkv.sampling_params import SamplingParams
@@ -93,7 +94,7 @@ class _Base:
                 return msgspec.structs.replace(submit, messages=msgspec.convert(list(prompt), list[ChatMessage]))
             except msgspec.ValidationError as error:
                 raise InvalidRequest(f"messages: {error}", param="messages") from None
-        return msgspec.structs.replace(submit, prompt=[int(token_id) for token_id in prompt])  # type: ignore[call-overload]
+        return msgspec.structs.replace(submit, prompt=list(cast(Sequence[int], prompt)))
 
     def _deadline(self) -> float:
         return float("inf") if self.timeout is None else time.monotonic() + self.timeout
@@ -176,7 +177,7 @@ class Client(_Base):
             self._patience(deadline)
         while not inbox:
             # Look before judging a silence: the time since the last read may have been the caller's own.
-            if self._socket.poll(0) or self._socket.poll(1000 * self._patience(deadline)):
+            if self._socket.poll(0) or self._socket.poll(int(1000 * self._patience(deadline)) + 1):
                 message = self._parse(self._socket.recv_multipart())
                 self._heard = time.monotonic()
                 if not isinstance(message, Alive) and message.id in self._inbox:
@@ -256,8 +257,7 @@ class AsyncClient(_Base):
             self._send(Cancel(id=id))
 
     def _send(self, message: Message) -> None:
-        sent = self._socket.send_multipart(frames(message), zmq.NOBLOCK)
-        if sent.done() and not sent.cancelled() and sent.exception() is not None:
+        if not send_now(self._socket, frames(message)):
             raise Unavailable(f"{self.endpoint}: takes no more messages")
 
     async def _receive(self, id: str, deadline: float) -> ToClient:

@@ -189,15 +189,15 @@ class _Answer:
         self._stream = stream
         self._usage = usage
 
-    async def of(self, generation: Generation) -> Any:
+    async def of(self, generation: Generation) -> ASGIApp:
         """The response, which owns ``generation`` from here on."""
         if self._stream:
-            return EventStream(_events(self._writer, generation, self._usage), generation)
+            return EventStream(_events(self._writer, generation, self._usage), generation)  # type: ignore[return-value]
         with generation:
             choices = await unless_gone(self._receive, _collect(generation))
         if choices is None:
-            return Response(b"", status_code=499)  # nobody reads it
-        return _json(self._writer.whole(choices, openai.usage_json(generation.usage)))
+            return Response(b"", status_code=499)  # type: ignore[return-value]  # nobody reads it
+        return _json(self._writer.whole(choices, openai.usage_json(generation.usage)))  # type: ignore[return-value]
 
 
 async def _collect(generation: Generation) -> list[Delta]:

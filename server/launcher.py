@@ -96,6 +96,10 @@ async def _serve(
             frontend = Frontend(source.name, tokenizer, model.vocab_size)
             worker, stats = await loading
         stack.callback(frontend.detach, Unavailable("the server is shutting down"))
+        try:
+            listener.listen(1024)
+        except OSError as error:  # another server has bound the port, too, and listened first
+            raise OSError(f"can't listen on {_address(listener)}: {error.strerror}") from None
         async with asyncio.TaskGroup() as group:
             group.create_task(supervisor.run(frontend, worker, stats))
             address = _address(listener)
@@ -105,7 +109,7 @@ async def _serve(
                 stack.callback(door.close)
                 group.create_task(door.run())
                 address += f" and {door.endpoint}"
-            console.print(f"Loaded {config.model} in {time.monotonic() - began:.1f} s: context {frontend.max_model_len} tokens")
+            console.print(f"Loaded {config.model} in {time.monotonic() - began:.1f} s: context {stats['max_model_len']} tokens")
             console.print(f"Serving on {address}  (Ctrl-C stops)")
 
 

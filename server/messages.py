@@ -7,10 +7,13 @@ it is.  The same structs serve both sockets: frontend to worker (token ids only)
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
+import zmq
+import zmq.asyncio
 from radixkv.server.errors import InvalidRequest, ServerError, error_of
 
 from radixkv.sampling_params import SamplingParams
@@ -30,28 +33,28 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 # --- either socket -----------------------------------------------------------------------------------------------------------
 
 
-class GetStats(Message, kw_only=True, tag="get_stats"):
+class GetStats(Message, frozen=True, kw_only=True, tag="get_stats"):
     id: str
 
 
-class ResetCache(Message, kw_only=True, tag="reset_cache"):
+class ResetCache(Message, frozen=True, kw_only=True, tag="reset_cache"):
     id: str
 
 
-class Stats(Message, kw_only=True, tag="stats"):
+class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     """Answers :class:`GetStats` with ``Engine.stats()``."""
 
     id: str
     stats: dict[str, Any]
 
 
-class Done(Message, kw_only=True, tag="done"):
+class Done(Message, frozen=True, kw_only=True, tag="done"):
     """Answers :class:`ResetCache`."""
 
     id: str
 
 
-class Failed(Message, kw_only=True, tag="failed"):
+class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """Request ``id`` failed and is over; ``id`` is empty where the message was too broken to tell."""
 
     id: str = ""
@@ -72,7 +75,7 @@ class Failed(Message, kw_only=True, tag="failed"):
 # --- frontend and worker -----------------------------------------------------------------------------------------------------
 
 
-class Generate(Message, kw_only=True, tag="generate"):
+class Generate(Message, frozen=True, kw_only=True, tag="generate"):
     """One sequence to continue.  ``params.stop`` is empty: stop strings are text, and the worker knows none."""
 
     request_id: str
@@ -81,20 +84,20 @@ class Generate(Message, kw_only=True, tag="generate"):
     namespace: str = ""
 
 
-class Abort(Message, kw_only=True, tag="abort"):
+class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     """Forget these requests.  Ids that are not running are ignored; there is no answer."""
 
     request_ids: list[str]
 
 
-class Ready(Message, kw_only=True, tag="ready"):
+class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     """The worker's first message: the model is loaded."""
 
     pid: int
     stats: dict[str, Any]
 
 
-class Tokens(Message, kw_only=True, tag="tokens"):
+class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     """What one engine step added to every request in it."""
 
     outputs: list[RequestOutput]
@@ -126,7 +129,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Submit(Message, kw_only=True, tag="submit"):
+class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Generate from ``prompt`` (text or token ids) or from ``messages`` (a chat): one of the two."""
 
     id: str
@@ -139,7 +142,7 @@ class Submit(Message, kw_only=True, tag="submit"):
     model: str | None = None
 
 
-class Cancel(Message, kw_only=True, tag="cancel"):
+class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     """Stop request ``id`` and hear no more of it.  An id that is not open is ignored; there is no answer."""
 
     id: str
@@ -168,19 +171,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-class Chunk(Message, kw_only=True, tag="chunk"):
+class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):
     id: str
     delta: Delta
 
 
-class Finished(Message, kw_only=True, tag="finished"):
+class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     """All choices of request ``id`` have finished."""
 
     id: str
     usage: Usage
 
 
-class Alive(Message, kw_only=True, tag="alive"):
+class Alive(Message, frozen=True, kw_only=True, tag="alive"):
     """Sent once a second to every client with open requests, so that either side can tell that the other is gone."""
 
 
@@ -193,6 +196,12 @@ _encoder = msgspec.msgpack.Encoder()
 def frames(message: Message) -> list[bytes]:
     """Header and body, as ``send_multipart`` takes them."""
     return [HEADER, _encoder.encode(message)]
+
+
+def send_now(socket: zmq.asyncio.Socket, parts: Sequence[bytes]) -> bool:
+    """Send without waiting; False where the peer is gone, or has not read what it was sent before."""
+    sent = cast("asyncio.Future[object]", socket.send_multipart(parts, zmq.NOBLOCK))
+    return not sent.done() or sent.exception() is None
 
 
 class Parser(Generic[T]):

@@ -155,10 +155,10 @@ R = TypeVar("R", CompletionRequest, ChatRequest)
 
 def parse(body: bytes, kind: type[R]) -> R:
     """The request in an HTTP body.  Raises ``InvalidRequest`` naming the field, whatever the bytes."""
-    fields = _json(body)
-    if not isinstance(fields, dict):
-        raise InvalidRequest(f"body must be a JSON object, got {type(fields).__name__}")
-    fields = _without_nulls(fields)
+    value = _json(body)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"body must be a JSON object, got {type(value).__name__}")
+    fields: dict[str, Any] = _without_nulls(value)
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     for field in [*fields]:
         if field not in known and (field in _HARMLESS or fields[field] in _NO_OP.get(field, ())):

@@ -67,7 +67,7 @@ class Worker:
                 self._send(Tokens(outputs=outputs))
 
     def _drain(self) -> None:
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._socket.poll(0):
             received = self._socket.recv_multipart()
             try:
                 self._handle(self._parse(received))

@@ -25,6 +25,7 @@ from radixkv.server.messages import (
     Tokens,
     ToWorker,
     frames,
+    send_now,
 )
 
 from radixkv.scheduling.request import RequestOutput
@@ -126,9 +127,6 @@ class WorkerClient:
                 log.error("the engine process said Ready twice")
 
     def _send(self, message: ToWorker) -> None:
-        if self._socket.closed:
-            return
-        # Without a high-water mark this never waits.  It fails only where the worker is gone, and then `close` tells the sinks.
-        sent = self._socket.send_multipart(frames(message), zmq.NOBLOCK)
-        if sent.done() and not sent.cancelled():
-            sent.exception()
+        # Without a high-water mark this fails only where the worker is gone, and then `close` tells the sinks.
+        if not self._socket.closed:
+            send_now(self._socket, frames(message))

@@ -38,6 +38,7 @@ from radixkv.server.messages import (
     ToFrontend,
     frames,
     id_of,
+    send_now,
 )
 
 log = logging.getLogger("radixkv.server")
@@ -76,7 +77,7 @@ class ZmqDoor:
         except zmq.ZMQError as error:
             self._socket.close()
             raise OSError(error.errno, f"zmq endpoint {endpoint} can't be served: {error.strerror}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -90,7 +91,10 @@ class ZmqDoor:
                     self._send(client, Failed.of(error, id_of(received)))
 
     def close(self) -> None:
+        """Hang up.  libzmq leaves the socket file, so it is removed here."""
         self._socket.close()
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _handle(self, client: bytes, message: ToFrontend, group: asyncio.TaskGroup) -> None:
         tasks = self._tasks.get(client, {})
@@ -160,8 +164,7 @@ class ZmqDoor:
                 self._send(client, Alive())
 
     def _send(self, client: bytes, message: ToClient) -> None:
-        sent = self._socket.send_multipart([client, *frames(message)], zmq.NOBLOCK)
-        if sent.done() and sent.exception() is not None:  # gone, or not reading
+        if not send_now(self._socket, [client, *frames(message)]):
             for task in self._tasks.get(client, {}).values():
                 task.cancel()
 

@@ -1,0 +1,94 @@
+"""A worker whose engine answers with the prompt's own tokens, over and over: quick to start, and every answer is foreseeable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from radixkv.config import EngineConfig
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.request import RequestOutput, TokenLogprobs
+from radixkv.server.worker import main
+
+STEP_SECONDS = 0.002
+
+
+class EchoEngine:
+    """Output token ``i`` is prompt token ``(i + seed) mod length``; its log-probability is ``-i``.
+
+    A prompt seen before in the same namespace counts as cached but for its last token.  Blocks are only counted.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.policy == "fcfs":  # lets a test see a worker that can't start
+            raise ValueError("model folder lacks everything")
+        self._config = config
+        self._running: dict[str, tuple[list[int], SamplingParams, int, int]] = {}
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._requests = 0
+
+    def add(self, request_id: str, token_ids: list[int], params: SamplingParams, *, namespace: str = "") -> None:
+        if token_ids == [3, 3, 3]:  # a limit that only the engine knows
+            raise ValueError("prompt must not be three threes")
+        if token_ids == [4, 4, 4]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        key = (namespace, tuple(token_ids))
+        cached = len(token_ids) - 1 if key in self._seen else 0
+        self._seen.add(key)
+        self._requests += 1
+        self._running[request_id] = (token_ids, params, 0, cached)
+
+    def abort(self, request_id: str) -> bool:
+        return self._running.pop(request_id, None) is not None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(STEP_SECONDS)
+        outputs = []
+        for request_id, (prompt, params, count, cached) in list(self._running.items()):
+            token = prompt[(count + (params.seed or 0)) % len(prompt)]
+            finished = count + 1 == params.max_tokens
+            top = [(token, -float(count)), (0, -100.0)][: params.logprobs or 0]
+            outputs.append(
+                RequestOutput(
+                    request_id=request_id,
+                    token_ids=[token],
+                    logprobs=None if params.logprobs is None else [TokenLogprobs(token, -float(count), top)],
+                    finish_reason="length" if finished else None,
+                    num_prompt_tokens=len(prompt),
+                    num_cached_tokens=cached,
+                )
+            )
+            if finished:
+                del self._running[request_id]
+            else:
+                self._running[request_id] = (prompt, params, count + 1, cached)
+        return outputs
+
+    def stats(self) -> dict[str, Any]:
+        used = sum(-(-(len(prompt) + count) // 16) for prompt, _, count, _ in self._running.values())
+        return {
+            "model": self._config.model,
+            "max_model_len": 2048,
+            "running": len(self._running),
+            "waiting": 0,
+            "requests": self._requests,
+            "preemptions": 0,
+            "blocks_total": self._config.num_blocks,
+            "blocks_free": self._config.num_blocks - used,
+            "blocks_cached": 0,
+            "blocks_locked": used,
+        }
+
+    def reset_cache(self) -> None:
+        self._seen.clear()
+
+
+if __name__ == "__main__":
+    sys.exit(main(EchoEngine))  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.request import RequestOutput, TokenLogprobs
+from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, error_of
+from radixkv.server.messages import (
+    HEADER,
+    Abort,
+    Cancel,
+    ChatMessage,
+    Failed,
+    FromWorker,
+    Generate,
+    GetStats,
+    Parser,
+    Ready,
+    Submit,
+    TextPart,
+    ToFrontend,
+    Tokens,
+    ToWorker,
+    frames,
+    id_of,
+)
+
+PARSERS: list[Parser[Any]] = [Parser(ToWorker), Parser(FromWorker), Parser(ToFrontend)]
+
+
+@pytest.mark.parametrize(
+    ("union", "message"),
+    [
+        (ToWorker, Generate(request_id="a", token_ids=[1, 2], params=SamplingParams(temperature=0, stop=("x",)), namespace="n")),
+        (ToWorker, Abort(request_ids=["a", "b"])),
+        (ToWorker, GetStats(id="1")),
+        (FromWorker, Ready(pid=1, stats={"a": 1, "b": {"c": 0.5}})),
+        (
+            FromWorker,
+            Tokens(
+                outputs=[
+                    RequestOutput(
+                        request_id="a",
+                        token_ids=[3],
+                        logprobs=[TokenLogprobs(3, -0.5, [(3, -0.5), (4, -float("inf"))])],
+                        finish_reason="stop",
+                        num_prompt_tokens=2,
+                        num_cached_tokens=1,
+                    )
+                ]
+            ),
+        ),
+        (ToFrontend, Submit(id="7", prompt="grüße", n=2)),
+        (ToFrontend, Submit(id="7", messages=[ChatMessage(role="user", content=[TextPart("a"), TextPart("b")])])),
+        (ToFrontend, Cancel(id="7")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_message_arrives_as_it_was_sent(union: Any, message: Any) -> None:
+    assert Parser(union)(frames(message)) == message
+
+
+@given(st.lists(st.binary(max_size=64), max_size=4) | st.binary(max_size=256).map(lambda body: [HEADER, body]))
+@settings(max_examples=300)
+def test_garbage_is_refused_with_an_invalid_request_and_nothing_else(received: list[bytes]) -> None:
+    for parse in PARSERS:
+        with pytest.raises(InvalidRequest):
+            parse(received)
+    assert isinstance(id_of(received), str)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from(["generate", "abort", "submit", "cancel", "get_stats", "ready", "tokens", "failed", "nonsense"]),
+    st.dictionaries(st.sampled_from(["id", "request_id", "prompt", "token_ids", "params", "n", "outputs", "x"]), values),
+)
+@settings(max_examples=300)
+def test_a_message_of_wrong_types_is_refused_or_means_what_it_says(tag: str, fields: dict[str, Any]) -> None:
+    received = [HEADER, msgspec.msgpack.encode({"type": tag, **fields})]
+    for parse in PARSERS:
+        try:
+            message = parse(received)
+        except InvalidRequest:
+            continue
+        assert message.__struct_config__.tag == tag
+        assert all(getattr(message, name) == fields[name] or isinstance(fields[name], dict) for name in fields if name != "params")
+
+
+def test_a_message_nested_beyond_reason_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="recursion"):
+        PARSERS[0]([HEADER, b"\x81\xa4type" + b"\x91" * 100_000])
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="temprature"):
+        PARSERS[2]([HEADER, msgspec.msgpack.encode({"type": "submit", "id": "1", "params": {"temprature": 0}})])
+
+
+def test_a_message_of_another_version_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="radixkv/1"):
+        PARSERS[0]([b"radixkv/2", msgspec.msgpack.encode({"type": "get_stats", "id": "1"})])
+
+
+def test_the_id_of_a_message_that_does_not_parse_is_found() -> None:
+    assert id_of([HEADER, msgspec.msgpack.encode({"type": "submit", "id": "42", "prompt": 3.5})]) == "42"
+    assert id_of([HEADER, msgspec.msgpack.encode({"type": "submit", "id": 42})]) == ""
+    assert id_of([]) == ""
+
+
+def test_an_error_keeps_its_kind_over_the_wire() -> None:
+    sent = Unavailable("gone", param="p")
+    received = Parser[Any](FromWorker)(frames(Failed.of(sent, "1"))).error
+    assert (type(received), received.message, received.param) == (Unavailable, "gone", "p")
+    assert type(error_of("a kind from the future", "x")) is ServerError
+
+
+def test_an_invalid_request_names_the_field_that_its_text_begins_with() -> None:
+    assert InvalidRequest.of(ValueError("max_tokens must be at least 1, got 0")).param == "max_tokens"
+    assert InvalidRequest.of(ValueError("logit_bias[7] must be between -100 and 100, got 1000")).param == "logit_bias"
+    assert InvalidRequest.of(ValueError("Oops")).param is None
