@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from radixkv.kernels import load_backend
 
+from radixkv.kernels import load_backend
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.model.runner import ModelRunner
@@ -25,6 +25,8 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 BLOCK_SIZE = 4
+
+torch.set_num_threads(1)  # these tensors are too small to share, and on a busy machine threads wait for one another
 
 
 def make_model(name: str, seed: int = 0, **options: Any) -> Any:
@@ -67,7 +69,8 @@ class Driver:
         return request
 
     def logits(self, sequences: Sequence[Sequence[int]], num_decoded: int, chunk: int) -> list[torch.Tensor]:
-        """For each sequence, float32 ``[num_decoded + 1, vocab]``: logits after its prompt, then after each of its last ``num_decoded`` tokens.
+        """For each sequence, float32 ``[num_decoded + 1, vocab]``: logits after its prompt and after each of its
+        last ``num_decoded`` tokens.
 
         Every second sequence starts a step later than the one before, so that batches mix decodes and prefill chunks.
         """
@@ -117,7 +120,7 @@ def write_gguf(
     path: Path, arch: str, model: Any, *, kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
     extra: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> None:  # fmt: skip
-    """Write ``model`` as llama.cpp's converter would, and set its weights to what the quantised file holds (``kinds`` by name's end)."""
+    """Write ``model`` as llama.cpp's converter would; the weights take on the values that ``kinds`` can hold."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from radixkv.kernels import load_backend
 
 from radixkv.cache import BlockCopy
+from radixkv.kernels import load_backend
 from radixkv.model.config import config_from_folder
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.scheduling.batch import Batch, ScheduledSequence
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 32}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
-    "qwen2-yarn-untruncated": ("Qwen2", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 16.0, "attention_factor": 1.3}}),
+    "qwen2-yarn-tuned": ("Qwen2", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 16.0, "attention_factor": 1.3}}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-tied-bias": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path, kit: SimpleName
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     source = resolve_model(str(tmp_path))
-    with pytest.raises(ValueError, match="lacks model.safetensors; weights are read from safetensors files only"):
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors; weights are read from safetensors files only"):
         load_model(
             source, load_model_config(source), dtype=torch.float32, device=torch.device("cpu"), backend=load_backend("reference")
         )
