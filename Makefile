@@ -24,7 +24,7 @@ lint: $(STAMP)  ## style, types, and which part may import which
 	cd build/lint && PYTHONPATH=. ../../$(VENV)/bin/lint-imports ../../pyproject.toml --no-cache
 
 bench: $(STAMP)  ## the three serving workloads against a server started for them
-	$(RUN) -m bench.local
+	$(VENV)/bin/python -m bench local
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

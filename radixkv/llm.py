@@ -21,7 +21,7 @@ from radixkv.scheduling.request import FinishReason, TokenLogprobs
 Message = Mapping[str, str]
 """``{"role": "user", "content": "..."}``"""
 
-Prompts = Sequence[str] | Sequence[list[int]]
+Prompts = Sequence[str | list[int]]
 
 
 @dataclass(slots=True)

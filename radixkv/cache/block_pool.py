@@ -38,6 +38,10 @@ class BlockPool:
     def refcount(self, block: int) -> int:
         return int(self._refcounts[block])
 
+    def refcounts(self) -> NDArray[np.int32]:
+        """Every block's reference count, int32 ``[num_blocks]``, a copy."""
+        return self._refcounts.copy()
+
     def allocate(self, n: int) -> BlockIds:
         """Take ``n`` free blocks, each with a reference count of 1.
 

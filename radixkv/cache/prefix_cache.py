@@ -293,8 +293,7 @@ class PrefixCache:
             held[node.blocks] += 1
             locked_children = sum(child.lock_count > 0 for child in (node.children or {}).values())
             assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
-        counted = np.array([self.pool.refcount(block) for block in range(self.pool.num_blocks)])
-        wrong = np.flatnonzero(held != counted)
+        wrong = np.flatnonzero(held != self.pool.refcounts())
         assert not len(wrong), f"blocks {wrong[:5].tolist()} have other reference counts than holders"
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,284 @@
+"""PrefixCache: each promise of its contract, one by one, and check() catching each invariant broken on purpose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixkv.cache import BlockCopy, Lease, PrefixCache
+
+
+def tokens(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def run(cache: PrefixCache, prompt: np.ndarray, namespace: str = "") -> Lease:
+    """A whole request: acquire, compute, publish; still leased."""
+    lease = cache.acquire(prompt, namespace=namespace)
+    assert lease is not None
+    cache.take_copies()
+    cache.publish(lease, prompt, len(prompt))
+    cache.take_copies()
+    return lease
+
+
+def cached(num_blocks: int = 32, block_size: int = 4, *prompts: np.ndarray) -> PrefixCache:
+    cache = PrefixCache(num_blocks, block_size)
+    for prompt in prompts:
+        cache.release(run(cache, prompt))
+    return cache
+
+
+LONG = np.arange(16, dtype=np.int32)
+
+
+def test_a_prompt_is_found_by_the_next_one_that_begins_alike():
+    cache = cached(32, 4, LONG)
+    lease = cache.acquire(np.concatenate((LONG, tokens(99, 98))))
+    assert lease.num_cached_tokens == 16
+    assert cache.take_copies() == []
+    cache.check()
+
+
+def test_one_token_is_always_left_to_compute_and_its_row_is_not_written_again():
+    cache = cached(32, 4, LONG)
+    before = cache.pool.num_free
+    lease = cache.acquire(LONG)
+    assert (lease.num_cached_tokens, lease.num_matched_tokens, lease.write_start) == (15, 16, 16)
+    assert cache.pool.num_free == before, "a wholly cached prompt needs no block of its own"
+
+
+def test_where_a_prompt_leaves_a_cached_block_in_the_middle_its_shared_rows_are_copied():
+    cache = cached(32, 4, LONG)
+    source = int(cache.match(LONG).block_ids()[2])
+    lease = cache.acquire(np.concatenate((LONG[:10], tokens(77, 78, 79))))
+    assert lease.num_cached_tokens == 10
+    assert cache.take_copies() == [BlockCopy(source, int(lease.block_table[2]), 2)]
+    cache.check()
+
+
+def test_the_closest_of_many_siblings_gives_the_rows_to_copy():
+    """Enough children for the sorted index."""
+    prompts = [tokens(1, 2, 3, 4, 10 * i, 5, 6, 7) for i in range(40)]
+    cache = cached(400, 4, *prompts)
+    lease = cache.acquire(tokens(1, 2, 3, 4, 170, 5, 8, 8, 9))
+    assert lease.num_cached_tokens == 6
+
+
+def test_a_failed_acquire_changes_nothing():
+    cache = cached(8, 4, LONG)
+    holder = run(cache, np.arange(100, 116, dtype=np.int32))
+    before = cache.stats()
+    assert cache.acquire(np.concatenate((LONG[:6], np.arange(50, 80, dtype=np.int32)))) is None
+    assert cache.stats() == before
+    cache.check()
+    cache.release(holder)
+
+
+def test_headroom_is_left_for_the_running():
+    cache = PrefixCache(8, 4)
+    assert cache.acquire(LONG, headroom=5) is None
+    assert cache.acquire(LONG, headroom=4) is not None
+
+
+def test_eviction_takes_only_as_many_blocks_as_needed_from_the_tail_of_the_least_recently_used():
+    old, new = LONG, LONG + 100
+    cache = cached(8, 4, old, new)
+    assert cache.evict(2) == 2
+    assert cache.match(old).num_tokens(4) == 8
+    assert cache.match(new).num_tokens(4) == 16
+
+
+def test_a_use_makes_a_prefix_young_again():
+    cache = cached(12, 4, LONG, LONG + 100, LONG + 200)
+    cache.release(run(cache, LONG))
+    cache.evict(8)
+    assert [cache.match(LONG + base).num_tokens(4) for base in (0, 100, 200)] == [16, 0, 0]
+
+
+def test_blocks_in_use_are_never_evicted():
+    cache = PrefixCache(8, 4)
+    lease = run(cache, LONG)
+    assert cache.evict(8) == 0
+    assert cache.acquire(np.arange(200, 220, dtype=np.int32)) is None
+    cache.release(lease)
+    assert cache.evict(8) == 4
+
+
+def test_a_match_inside_an_edge_locks_only_the_part_it_uses():
+    """A port of another engine's scheduler locked the whole edge, and leaked the lock."""
+    cache = cached(8, 4, LONG)
+    lease = cache.acquire(np.concatenate((LONG[:8], tokens(50))))
+    assert cache.evict(8) == 2
+    cache.release(lease)
+    cache.check()
+    assert cache.evict(8) == 2
+
+
+def test_the_later_publisher_of_the_same_tokens_moves_onto_the_first_ones_blocks():
+    """Another engine's cached request kept pointing at blocks that were freed as duplicates."""
+    cache = PrefixCache(16, 4)
+    first, second = cache.acquire(LONG), cache.acquire(LONG)
+    assert not set(first.block_table) & set(second.block_table)
+    cache.publish(first, LONG, 16)
+    cache.publish(second, LONG, 16)
+    assert first.block_table.tolist() == second.block_table.tolist()
+    assert second.write_start == 16
+    assert cache.pool.num_free == 12
+    cache.check()
+
+
+def test_a_growing_sequence_stays_one_node():
+    cache = PrefixCache(64, 4)
+    lease = run(cache, LONG)
+    grown = LONG
+    for token in range(100, 200):
+        grown = np.append(grown, np.int32(token))
+        assert cache.extend(lease, 1)
+        cache.publish(lease, grown, len(grown))
+    assert cache.tree.num_nodes == 1
+    cache.check()
+    cache.release(lease)
+    assert cache.match(grown).num_tokens(4) == 116
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one():
+    cache = PrefixCache(32, 4)
+    lease = run(cache, LONG[:10])
+    children = cache.fork(lease, 2)
+    assert all(child.block_table[:2].tolist() == lease.block_table[:2].tolist() for child in children)
+    source = int(lease.block_table[2])
+    assert cache.take_copies() == [BlockCopy(source, int(child.block_table[2]), 2) for child in children]
+    cache.release(lease)
+    cache.check()
+    for child in children:
+        cache.release(child)
+    assert cache.stats().blocks_locked == 0
+
+
+def test_another_namespace_finds_nothing_and_an_empty_one_costs_nothing():
+    cache = PrefixCache(32, 4)
+    cache.release(run(cache, LONG, namespace="a"))
+    assert cache.match(LONG, "b").num_tokens(4) == 0
+    assert cache.match(LONG, "a").num_tokens(4) == 16
+    for i in range(100):
+        cache.release(cache.acquire(LONG[:3], namespace=f"tenant-{i}"))
+    assert len(cache.tree._roots) == 1
+    cache.reset()
+    assert len(cache.tree._roots) == 0
+
+
+def test_with_caching_off_nothing_is_kept():
+    cache = PrefixCache(32, 4, enable_prefix_caching=False)
+    cache.release(run(cache, LONG))
+    assert cache.match(LONG).num_tokens(4) == 0
+    assert cache.pool.num_free == 32
+
+
+def test_the_source_of_a_pending_copy_outlives_its_eviction():
+    cache = cached(5, 4, LONG)
+    lease = cache.acquire(np.concatenate((LONG[:6], tokens(90))))
+    (pending,) = [copy for _, copy in cache._copies]
+    assert cache.evict(3) == 2, "the third is evicted too, but free only when it has been copied"
+    assert cache.pool.refcount(pending.source) == 1
+    cache.take_copies()
+    cache.check()
+    cache.release(lease)
+
+
+def test_a_prompt_that_needs_every_block_is_served_without_the_copy():
+    cache = cached(4, 4, LONG)
+    lease = cache.acquire(np.concatenate((LONG[:6], np.arange(50, 60, dtype=np.int32))))
+    assert lease is not None
+    assert (lease.num_cached_tokens, cache.take_copies()) == (4, [])
+    cache.check()
+
+
+def test_a_lease_ends_once():
+    cache = PrefixCache(8, 4)
+    lease = cache.acquire(LONG)
+    cache.release(lease)
+    with pytest.raises(ValueError, match="released before"):
+        cache.release(lease)
+
+
+def test_stats_count_hits_by_namespace_and_a_resumed_prompt_not_again():
+    cache = PrefixCache(32, 4)
+    for namespace in ("a", "a", "b"):
+        cache.release(run(cache, LONG, namespace))
+    cache.release(cache.acquire(LONG, namespace="a", resumed=True))
+    stats = cache.stats()
+    assert {name: (c.requests, c.prompt_tokens, c.cached_tokens) for name, c in stats.namespaces.items()} == {
+        "a": (2, 32, 15),
+        "b": (1, 16, 0),
+    }
+    assert (stats.total.requests, stats.total.cached_tokens) == (3, 15)
+    assert stats.blocks_free + stats.blocks_cached + stats.blocks_locked == stats.blocks_total
+
+
+def test_the_counters_of_many_namespaces_stay_bounded():
+    cache = PrefixCache(32, 4)
+    for i in range(1500):
+        cache.release(cache.acquire(LONG, namespace=str(i)))
+    stats = cache.stats()
+    assert len(stats.namespaces) == 1001
+    assert sum(c.requests for c in stats.namespaces.values()) == stats.total.requests == 1500
+
+
+# -- each invariant, broken on purpose
+
+
+def break_refcount(cache: PrefixCache, lease: Lease) -> None:
+    cache.pool._refcounts[lease.block_table[0]] += 1
+
+
+def break_lock(cache: PrefixCache, lease: Lease) -> None:
+    lease._node.lock_count += 1
+
+
+def break_parent_lock(cache: PrefixCache, lease: Lease) -> None:
+    lease._node.parent.lock_count = 0
+
+
+def break_table(cache: PrefixCache, lease: Lease) -> None:
+    lease._table[[0, 1]] = lease._table[[1, 0]]
+
+
+def break_duplicate(cache: PrefixCache, lease: Lease) -> None:
+    node = next(node for _, node in cache.tree.nodes())
+    node._blocks[node.start] = node._blocks[node.start + 1]
+
+
+def break_size(cache: PrefixCache, lease: Lease) -> None:
+    cache.tree.num_unlocked_blocks += 1
+
+
+def break_leaves(cache: PrefixCache, lease: Lease) -> None:
+    cache.tree.policy.remove(cache.tree.policy.victim())
+
+
+def break_key(cache: PrefixCache, lease: Lease) -> None:
+    node = next(node for _, node in cache.tree.nodes())
+    node._tokens[node.start * 4] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_refcount, "other reference counts"),
+        (break_lock, "a lock is held by nobody"),
+        (break_parent_lock, "parent is not locked"),
+        (break_table, "differ about its published blocks"),
+        (break_duplicate, "holds a block twice"),
+        (break_size, "differ from recounted"),
+        (break_leaves, "not the unlocked leaves"),
+        (break_key, "filed under another key"),
+    ],
+)
+def test_check_catches(damage, message: str):
+    cache = cached(64, 4, LONG, np.concatenate((LONG[:8], LONG + 50)))
+    lease = run(cache, np.concatenate((LONG[:8], LONG + 200)))
+    cache.check()
+    damage(cache, lease)
+    with pytest.raises(AssertionError, match=message):
+        cache.check()
