@@ -1,0 +1,113 @@
+"""The command line: help, exit codes, and where messages go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import radixkv
+from radixkv.cli import main
+from radixkv.config import EngineConfig
+
+LINE = '{"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [4, 5]}\n'
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("serve", "generate", "report", "replay"))
+
+
+def test_help_loads_no_torch_and_no_numpy() -> None:
+    code = "import sys; from radixkv.cli import main; main(['--help']); sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == radixkv.__version__
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_help_has_a_flag_and_a_text_for_every_engine_choice(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "Tokens in a KV block" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nope"], ["nope"]),
+        (["serve", "--block-size", "3"], ["block_size", "power of two", "3"]),
+        (["serve", "--policy", "best"], ["policy", "best", "lpm"]),
+        (["serve", "--port", "70000"], ["port", "65535"]),
+        (["serve", "--kv-cache-tokens", "many"], ["kv-cache-tokens", "many"]),
+        (["generate"], ["PROMPT"]),
+        (["generate", "hello", "--top-p", "7"], ["top_p", "at most 1", "7"]),
+        (["generate", ""], ["prompt", "empty"]),
+        (["replay", "/no/such/trace.jsonl"], ["/no/such/trace.jsonl"]),
+        (["replay", __file__, "--capacity-blocks", "0"], ["capacity-blocks", "1"]),
+        (["report", "localhost:8000"], ["http://"]),
+    ],
+)
+def test_bad_input_exits_2_and_says_why_on_stderr(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_a_server_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "http://127.0.0.1:9"]) == 1
+    assert "no server answers" in capsys.readouterr().err
+
+
+def test_replay_prints_json_with_rates_and_evictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE * 4)
+    assert main(["replay", str(tmp_path / "t.jsonl"), "--capacity-blocks", "8", "--policy", "lru", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["requests"], result["hit_rate_blocks"], result["hit_rate_tokens"], result["evicted_blocks"]) == (
+        4,
+        0.75,
+        0.75,
+        0,
+    )
+    assert result["seconds"] > 0
+
+
+def test_replay_prints_text_with_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE * 4)
+    assert main(["replay", str(tmp_path / "t.jsonl")]) == 0
+    assert "75.00%" in capsys.readouterr().out
+
+
+def test_a_bad_trace_line_exits_2_and_names_line_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE + LINE.replace("600", '"x"'))
+    assert main(["replay", str(tmp_path / "t.jsonl")]) == 2
+    assert "line 2: input_length" in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_130_without_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("radixkv.report.report.fetch_report", interrupt)
+    assert main(["report"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_missing_package_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "radixkv.llm", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it now raises
+    for name in [name for name in sys.modules if name.startswith(("radixkv.engine", "radixkv.model", "radixkv.kernels"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["generate", "hello"]) == 1
+    assert "pip install 'radixkv[server]'" in capsys.readouterr().err
