@@ -67,7 +67,80 @@ def serve(
 
 
 @app.command
-def report(url: str = "http://127.0.0.1:8000", *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+def generate(
+    prompt: str,
+    /,
+    *,
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+    ignore_eos: Annotated[bool, Parameter(negative="")] = False,
+    config: Engine = DEFAULTS,
+) -> None:
+    """Complete a prompt with a model in this process, and print the text as it comes.
+
+    Parameters
+    ----------
+    prompt
+        The text to continue; `-` reads it from standard input.
+    chat
+        Ask through the model's chat template instead of continuing the text.
+    max_tokens
+        Longest output in tokens.
+    temperature
+        0 always takes the most probable token.
+    top_p
+        Draw from the smallest set of tokens whose probability reaches this.
+    top_k
+        Draw from this many most probable tokens; 0 is all.
+    min_p
+        Leave out tokens less probable than this times the most probable one.
+    repetition_penalty
+        Above 1, makes tokens less probable that have occurred.
+    seed
+        The same seed gives the same output.
+    stop
+        Strings that end the output; may be given more than once.
+    ignore_eos
+        Go on past the model's end-of-sequence token.
+    """
+    from dataclasses import asdict
+
+    from radixkv.sampling_params import SamplingParams
+
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise ValueError("prompt must not be empty")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    ).validate()
+
+    from radixkv.llm import LLM
+
+    llm = LLM(**asdict(config))
+    token_ids = llm.render_chat([{"role": "user", "content": prompt}]) if chat else llm.tokenizer.encode(prompt)
+    for delta in llm.stream([token_ids], params):
+        print(delta.text, end="", flush=True)
+    print()
+
+
+@app.command
+def report(url: str = "http://127.0.0.1:8000", /, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Print the hit rate of a running server so far, for each namespace, and what it saved.
 
     Parameters
@@ -91,6 +164,7 @@ def report(url: str = "http://127.0.0.1:8000", *, json: Annotated[bool, Paramete
 @app.command
 def replay(
     trace: ExistingFile,
+    /,
     *,
     capacity_blocks: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     policy: Literal["lru"] = "lru",
@@ -143,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(2, f"{error}\nTry `radixkv --help`.")
     except ValueError as error:
         return _fail(2, str(error))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         return _fail(1, str(error))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "radixkv":

@@ -12,6 +12,9 @@ import msgspec
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+MAX_ROWS = 20
+"""Namespaces shown as text, those with the most prompt tokens; JSON has all that the engine tells apart."""
+
 
 class NamespaceCounts(msgspec.Struct, frozen=True):
     requests: int
@@ -101,12 +104,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         if len(s.namespaces) < 2:
             return summary
         table = Table("namespace", *(_right(name) for name in ("requests", "prompt tokens", "hit tokens", "hit rate")))
-        for name, n in sorted(s.namespaces.items(), key=lambda item: -item[1].prompt_tokens):
+        for name, n in sorted(s.namespaces.items(), key=lambda item: -item[1].prompt_tokens)[:MAX_ROWS]:
             table.add_row(
                 escape(name) or "[dim](default)[/]",
                 f"{n.requests:,}", f"{n.prompt_tokens:,}", f"{n.cached_tokens:,}", f"{self.namespace_hit_rates[name]:.1%}",
             )  # fmt: skip
-        return Group(summary, table)
+        hidden = len(s.namespaces) - MAX_ROWS
+        return Group(summary, table, f"[dim]and {hidden:,} smaller namespaces[/]") if hidden > 0 else Group(summary, table)
 
     def __str__(self) -> str:
         import io
