@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,7 +57,7 @@ class Run:
         """The row of the table.  Latencies in seconds, over requests that succeeded; None where there is nothing to tell."""
         good = [s for s in self.samples if s.error is None]
         first = [s.chunk_times[0] - s.start for s in good if s.chunk_times]
-        gaps = [b - a for s in good for a, b in zip(s.chunk_times, s.chunk_times[1:], strict=False)]
+        gaps = [b - a for s in good for a, b in pairwise(s.chunk_times)]
         told = [s for s in good if s.cached_tokens is not None]
         prompt_tokens = sum(s.prompt_tokens for s in told)
         return {
@@ -223,7 +224,7 @@ def serving(
     names = list(WORKLOADS) if workload == "all" else [workload]
     result = asyncio.run(_bench(url, names, concurrency, repeat, cold, warmup, timeout))
     runs: list[Run] = result["runs"]
-    print_table(result["model"], runs, Console())
+    print_table(result["model"], runs, Console(width=None if sys.stdout.isatty() else 120))
     if json is not None:
         _write_json(json, result)
     return 1 if any(sample.error for run in runs for sample in run.samples) else 0
