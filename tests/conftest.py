@@ -1,9 +1,49 @@
-"""Without a GPU, the Triton backend is tested in Triton's interpreter, which has to be chosen before anything imports Triton."""
+"""What tests of several areas need.
+
+Without a GPU, the Triton backend is tested in Triton's interpreter, which has to be chosen before anything imports Triton.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.model.loader import ModelSource, resolve_model
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a random Llama with two layers, a byte-level tokenizer and a chat template."""
+    make_folder = runpy.run_path(str(Path(__file__).parent / "server" / "tiny_model.py"))["make_folder"]
+    return make_folder(tmp_path_factory.mktemp("tiny-model"), weights=True)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> ModelSource:
+    """The default model, fetched if need be."""
+    try:
+        return resolve_model("smollm2-135m", quiet=True)
+    except OSError as error:
+        pytest.skip(f"the default model can't be fetched here: {error}")
+
+
+@pytest.fixture(scope="session")
+def transformers_default_model(default_model: ModelSource) -> Any:
+    """The default model in transformers, float32, from the same GGUF file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    # What from_pretrained(gguf_file=...) calls, which would want the accelerate package too.
+    model = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(default_model.path)["config"])).float().eval()
+    weights = load_gguf_checkpoint(default_model.path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model

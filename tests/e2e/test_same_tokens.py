@@ -1,0 +1,204 @@
+"""A cache hit, the batch, the chunk size or a preemption never changes an output; and the outputs are transformers'.
+
+The whole grid is marked ``full``; the quick suite runs a sample of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import radixkv.engine
+from radixkv.config import EngineConfig
+from radixkv.engine import Engine
+from radixkv.model.loader import ModelSource
+from radixkv.model.tokenizer import load_tokenizer
+from radixkv.sampling_params import SamplingParams
+
+MODEL = "smollm2-135m"
+MAX_TOKENS = 64
+TIE = 1e-4
+"""Two candidates whose logits are this close may be ordered either way by another order of float32 additions."""
+
+SHORT = [
+    "The capital of France is", "Once upon a time", "1, 1, 2, 3, 5, 8,", "To be, or not to be,", "Water boils at", "A", "\n\n", "Q: Why?",
+    "My favourite colour", "In 1969,", "The quick brown fox", "E = m", "Dear Sir or Madam,", "Ingredients: 2 eggs,",
+]  # fmt: skip
+MULTILINGUAL = [
+    "Die Hauptstadt von Deutschland ist", "La capitale de l'Italie est", "El perro corre por", "Столица России —", "日本の首都は",
+    "中国的首都是", "عاصمة مصر هي", "भारत की राजधानी", "Η πρωτεύουσα της Ελλάδας", "서울은 대한민국의", "🙂🙃🙂🙃", "Zażółć gęślą jaźń",
+]  # fmt: skip
+CODE = [
+    "def fibonacci(n):\n    ", "#include <stdio.h>\nint main(void) {\n", "SELECT name, COUNT(*) FROM", "fn main() {\n    let v: Vec<i32> =",
+    '{"name": "radix", "children": [', "class Node:\n    def __init__(self, key):\n", "for i in range(10):\n    if i % 2", "<html>\n<body>\n<h1>",
+]  # fmt: skip
+QUESTIONS = [
+    "What is the capital of Italy?", "Write a haiku about rain.", "How many legs has a spider?", "Explain gravity in one sentence.",
+    "Translate 'good morning' to French.", "Name three primes.", "What is 17 + 25?", "Who wrote Hamlet?",
+]  # fmt: skip
+FEW_SHOT = "\n\n".join(
+    f"Question: A box holds {a} apples and {b} pears. How much fruit is in {c} boxes?\nAnswer: {a} + {b} = {a + b}, times {c} is {c * (a + b)}."
+    for a, b, c in itertools.islice(itertools.product((3, 5, 8), (2, 7), (4, 6)), 10)
+)
+
+
+def varied_prompts(tokenizer) -> list[list[int]]:
+    """50 prompts: short, multilingual, code, chat, few-shot with a shared prefix, and three of over 2,000 tokens."""
+    texts = SHORT + MULTILINGUAL + CODE
+    prompts = [tokenizer.encode(text) for text in texts]
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        prompts.append(tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)))
+    for apples in (4, 6, 9, 12, 15):
+        text = f"{FEW_SHOT}\n\nQuestion: A box holds {apples} apples and 3 pears. How much fruit is in 5 boxes?\nAnswer:"
+        prompts.append(tokenizer.encode(text))
+    story = " ".join(f"On day {day}, the ship sailed {day * 7 % 31} miles and met {day * 3 % 11} whales." for day in range(1, 200))
+    story_ids = tokenizer.encode(story)
+    prompts += [story_ids[:2010], [*story_ids[:1500], *story_ids[1700:2300]], story_ids[5:2200]]
+    assert len(prompts) == 50
+    assert sum(len(prompt) > 2000 for prompt in prompts) == 3
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def prompts(default_model: ModelSource) -> list[list[int]]:
+    return varied_prompts(load_tokenizer(default_model))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights_are_loaded_once() -> Iterator[None]:
+    """An engine of each mode is made, but the weights are the same."""
+    patch = pytest.MonkeyPatch()
+    load_model = radixkv.engine.load_model
+
+    @functools.cache
+    def load_once(source, dtype):
+        config = radixkv.engine.load_model_config(source)
+        device = torch.device("cpu")
+        return load_model(source, config, dtype=dtype, device=device, backend=radixkv.engine.backend_for(device))
+
+    patch.setattr(radixkv.engine, "load_model", lambda source, config, *, dtype, device, backend: load_once(source, dtype))
+    yield
+    patch.undo()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A way to run the same prompts."""
+
+    name: str
+    caching: bool = True
+    warm: bool = False
+    batch: int = 16
+    chunk: int = 512
+    kv_cache_tokens: int = 16384
+    preempts: bool = False
+    block_size: int = 16
+
+
+ALONE = Mode("alone, cache off", caching=False, batch=1)
+MODES = [
+    Mode("batch of 16, cache off", caching=False),
+    Mode("batch of 16, cold"),
+    Mode("batch of 16, warm", warm=True),
+    Mode("alone, cold", batch=1),
+    Mode("chunks of 16", chunk=16),
+    Mode("chunks of 100, blocks of 32", chunk=100, block_size=32),
+    Mode("pool so small that it preempts", kv_cache_tokens=2304, preempts=True),
+]
+
+
+def run(mode: Mode, prompts: list[list[int]], max_tokens: int, dtype: str) -> list[list[int]]:
+    """Greedy outputs; the cache is checked after every step, and at the end that nothing is held."""
+    engine = Engine(
+        EngineConfig(
+            model=MODEL, dtype=dtype, device="cpu", kv_cache_tokens=mode.kv_cache_tokens, block_size=mode.block_size,
+            enable_prefix_caching=mode.caching, max_num_seqs=mode.batch, max_batch_tokens=max(mode.chunk, mode.batch),
+        )
+    )  # fmt: skip
+    outputs: list[list[int]] = []
+    for _ in range(1 + mode.warm):
+        outputs = [[] for _ in prompts]
+        for i, prompt in enumerate(prompts):
+            engine.add(str(i), prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert output.finish_reason != "error", output.error
+                outputs[int(output.request_id)] += output.token_ids
+            engine.cache.check()
+    stats = engine.stats()
+    assert stats["blocks_locked"] == 0
+    assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+    assert mode.caching or stats["cached_tokens"] == 0
+    assert not mode.preempts or stats["preemptions"] > 0, "the pool was large enough: nothing was preempted"
+    if mode.warm:
+        assert stats["cached_tokens"] > 0.4 * stats["prompt_tokens"]
+    return outputs
+
+
+def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int) -> int:
+    """Token for token, but for ties; returns how many prompts met one."""
+    ties = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            expected = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )[0, len(prompt) :].tolist()  # fmt: skip
+        if output == expected:
+            continue
+        ties += 1
+        first = next(i for i, (ours, theirs) in enumerate(zip(output, expected, strict=True)) if ours != theirs)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + expected[:first]])).logits[0, -1]
+        gap = (logits[expected[first]] - logits[output[first]]).item()
+        assert abs(gap) <= TIE, f"token {first} after {prompt[:8]}...: {output[first]} for {expected[first]}, logits {gap} apart"
+    return ties
+
+
+def test_a_sample_of_prompts_gives_transformers_tokens_in_every_mode(transformers_default_model, prompts):
+    sample, max_tokens = [prompts[i] for i in (0, 18, 26, 34, 42, 43, 44)], 12
+    outputs = run(ALONE, sample, max_tokens, "float32")
+    assert_as_transformers(transformers_default_model, sample, outputs, max_tokens)
+    for mode in (MODES[1], MODES[2], dataclasses.replace(MODES[6], kv_cache_tokens=1200)):
+        assert run(mode, sample, max_tokens, "float32") == outputs, mode.name
+
+
+@pytest.fixture(scope="module")
+def alone(prompts) -> dict[str, list[list[int]]]:
+    """Outputs of prompts run one by one without a cache, by dtype."""
+    return {dtype: run(ALONE, prompts, MAX_TOKENS, dtype) for dtype in ("float32", "bfloat16")}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_50_prompts_of_64_tokens_equal_transformers_in_float32(transformers_default_model, prompts, alone):
+    ties = assert_as_transformers(transformers_default_model, prompts, alone["float32"], MAX_TOKENS)
+    print(f"\n{len(prompts) - ties} of {len(prompts)} prompts equal transformers token for token, {ties} up to a tie")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_float32_outputs_are_the_same_in_every_mode(mode, prompts, alone):
+    assert run(mode, prompts, MAX_TOKENS, "float32") == alone["float32"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_bfloat16_outputs_are_the_same_in_every_mode(prompts, alone):
+    differing = set()
+    for mode in MODES:
+        outputs = run(mode, prompts, MAX_TOKENS, "bfloat16")
+        here = {i for i, (a, b) in enumerate(zip(outputs, alone["bfloat16"], strict=True)) if a != b}
+        print(f"\nbfloat16, {mode.name}: {len(here)} of {len(prompts)} prompts differ from alone")
+        differing |= here
+    print(f"bfloat16: {len(differing) / len(prompts):.1%} of prompts differ in any mode")
+    assert not differing

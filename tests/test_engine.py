@@ -1,0 +1,156 @@
+"""Engine: what it refuses, and that it survives what goes wrong, on a tiny random model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixkv.config import EngineConfig
+from radixkv.engine import Engine
+from radixkv.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Engine:
+    return Engine(EngineConfig(model=str(tiny_model), device="cpu", kv_cache_tokens=512, max_model_len=256, max_batch_tokens=64))
+
+
+def finish(engine: Engine) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.cache.check()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "params", "message"),
+    [
+        ([], {}, "prompt must hold at least 1 token"),
+        ([5] * 256, {}, "prompt must be at most 255 tokens here, got 256"),
+        ([5] * 250, {}, "max_tokens must be at most 6 after a prompt of 250 tokens"),
+        ([5, 10**6], {}, "prompt must be made of token ids from 0 to"),
+        ([-1], {}, "prompt must be made of token ids from 0 to"),
+        ([5], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ([5], {"max_tokens": -3}, "max_tokens must be at least 1, got -3"),
+        ([5], {"temperature": math.nan}, "temperature must be between 0 and 100, got nan"),
+        ([5], {"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ([5], {"stop_token_ids": (10**6,)}, "stop_token_ids must hold token ids from 0 to"),
+        ([5], {"logit_bias": {10**6: 1.0}}, "logit_bias must hold token ids from 0 to"),
+        ([5], {"logit_bias": {1: math.inf}}, r"logit_bias\[1\] must be between -100 and 100"),
+        ([5], {"logprobs": 21}, "logprobs must be between 0 and 20"),
+        ([5], {"seed": 2**63}, "seed must be a 64-bit integer"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field_and_limit_and_queues_nothing(engine: Engine, token_ids, params, message: str):
+    with pytest.raises(ValueError, match=message):
+        engine.add("bad", token_ids, SamplingParams(**{"max_tokens": 8, **params}))
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 12),
+        ("kv_cache_tokens", 8),
+        ("max_batch_tokens", 0),
+        ("max_num_seqs", 10**6),
+        ("num_threads", 0),
+        ("max_model_len", 1),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(field: str, value: int):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        EngineConfig(**{field: value})
+
+
+def test_a_request_id_in_use_is_refused(engine: Engine):
+    engine.add("one", [5, 6, 7], GREEDY)
+    with pytest.raises(ValueError, match="request_id must be new"):
+        engine.add("one", [5, 6, 7], GREEDY)
+    finish(engine)
+    engine.add("one", [5, 6, 7], GREEDY)
+
+
+def test_a_request_may_fill_the_context_to_the_last_token(engine: Engine):
+    engine.add("full", [7] * 248, GREEDY)
+    assert len(finish(engine)["full"]) == 8
+
+
+def test_an_aborted_request_gives_its_blocks_back_and_says_nothing_more(engine: Engine):
+    engine.add("aborted", list(range(3, 80)), GREEDY)
+    engine.add("other", list(range(3, 80)), GREEDY)
+    engine.step()
+    assert engine.abort("aborted")
+    assert not engine.abort("aborted")
+    engine.cache.check()
+    assert set(finish(engine)) == {"other"}
+    assert engine.stats()["blocks_locked"] == 0
+
+
+def test_a_failed_step_ends_its_requests_and_the_cache_forgets_what_was_not_computed(engine: Engine, monkeypatch):
+    prompt = list(range(3, 60))
+    engine.add("before", prompt, GREEDY)
+    expected = finish(engine)["before"]
+    engine.reset_cache()
+
+    def fail(batch):
+        raise torch.OutOfMemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", fail)
+        engine.add("doomed", prompt, GREEDY)
+        (output,) = engine.step()
+    assert (output.finish_reason, output.error) == ("error", "OutOfMemoryError: no memory left")
+    assert not engine.has_unfinished
+    engine.cache.check()
+    assert engine.stats()["blocks_free"] == engine.stats()["blocks_total"], "blocks that were never written stayed in the tree"
+    engine.add("after", prompt, GREEDY)
+    assert finish(engine)["after"] == expected
+
+
+def test_ctrl_c_in_a_step_leaves_nothing_locked(engine: Engine, monkeypatch):
+    def interrupt(batch):
+        raise KeyboardInterrupt
+
+    engine.add("interrupted", [5, 6, 7], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not engine.has_unfinished
+    assert engine.stats()["blocks_locked"] == 0
+
+
+def test_a_stop_token_ends_the_output_unless_end_of_sequence_is_ignored(engine: Engine):
+    engine.add("free", [5, 6, 7], GREEDY)
+    tokens = finish(engine)["free"]
+    stop = tokens[3]
+    engine.add("stopped", [5, 6, 7], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop_token_ids=(stop,)))
+    assert finish(engine)["stopped"] == tokens[: tokens.index(stop) + 1]
+
+
+def test_seeded_sampling_gives_the_same_tokens_alone_batched_and_preempted(tiny_model: Path):
+    params = [SamplingParams(max_tokens=40, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(6)]
+    prompts = [list(range(3 + 20 * i, 43 + 20 * i)) for i in range(6)]
+
+    def outputs(kv_cache_tokens: int, max_num_seqs: int) -> tuple[dict[str, list[int]], int]:
+        engine = Engine(
+            EngineConfig(model=str(tiny_model), device="cpu", kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        )
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            engine.add(str(i), prompt, own)
+        return finish(engine), engine.scheduler.num_preemptions
+
+    alone, _ = outputs(4096, 1)
+    batched, _ = outputs(4096, 6)
+    preempted, num_preemptions = outputs(320, 6)
+    assert num_preemptions > 0
+    assert alone == batched == preempted
+    assert len({tuple(tokens) for tokens in alone.values()}) == 6
