@@ -27,23 +27,26 @@ TIE = 1e-4
 """Two candidates whose logits are this close may be ordered either way by another order of float32 additions."""
 
 SHORT = [
-    "The capital of France is", "Once upon a time", "1, 1, 2, 3, 5, 8,", "To be, or not to be,", "Water boils at", "A", "\n\n", "Q: Why?",
-    "My favourite colour", "In 1969,", "The quick brown fox", "E = m", "Dear Sir or Madam,", "Ingredients: 2 eggs,",
+    "The capital of France is", "Once upon a time", "1, 1, 2, 3, 5, 8,", "To be, or not to be,", "Water boils at", "A", "\n\n",
+    "Q: Why?", "My favourite colour", "In 1969,", "The quick brown fox", "E = m", "Dear Sir or Madam,", "Ingredients: 2 eggs,",
 ]  # fmt: skip
 MULTILINGUAL = [
     "Die Hauptstadt von Deutschland ist", "La capitale de l'Italie est", "El perro corre por", "Столица России —", "日本の首都は",
-    "中国的首都是", "عاصمة مصر هي", "भारत की राजधानी", "Η πρωτεύουσα της Ελλάδας", "서울은 대한민국의", "🙂🙃🙂🙃", "Zażółć gęślą jaźń",
+    "中国的首都是", "عاصمة مصر هي", "भारत की राजधानी", "Η πρωτεύουσα της Ελλάδας", "서울은 대한민국의", "🙂🙃🙂🙃",
+    "Zażółć gęślą jaźń",
 ]  # fmt: skip
 CODE = [
-    "def fibonacci(n):\n    ", "#include <stdio.h>\nint main(void) {\n", "SELECT name, COUNT(*) FROM", "fn main() {\n    let v: Vec<i32> =",
-    '{"name": "radix", "children": [', "class Node:\n    def __init__(self, key):\n", "for i in range(10):\n    if i % 2", "<html>\n<body>\n<h1>",
+    "def fibonacci(n):\n    ", "#include <stdio.h>\nint main(void) {\n", "SELECT name, COUNT(*) FROM",
+    "fn main() {\n    let v: Vec<i32> =", '{"name": "radix", "children": [', "class Node:\n    def __init__(self, key):\n",
+    "for i in range(10):\n    if i % 2", "<html>\n<body>\n<h1>",
 ]  # fmt: skip
 QUESTIONS = [
     "What is the capital of Italy?", "Write a haiku about rain.", "How many legs has a spider?", "Explain gravity in one sentence.",
     "Translate 'good morning' to French.", "Name three primes.", "What is 17 + 25?", "Who wrote Hamlet?",
 ]  # fmt: skip
 FEW_SHOT = "\n\n".join(
-    f"Question: A box holds {a} apples and {b} pears. How much fruit is in {c} boxes?\nAnswer: {a} + {b} = {a + b}, times {c} is {c * (a + b)}."
+    f"Question: A box holds {a} apples and {b} pears. How much fruit is in {c} boxes?\n"
+    f"Answer: {a} + {b} = {a + b}, times {c} is {c * (a + b)}."
     for a, b, c in itertools.islice(itertools.product((3, 5, 8), (2, 7), (4, 6)), 10)
 )
 

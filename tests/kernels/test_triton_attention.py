@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from radixkv.kernels import reference
 from torch import Tensor
+
+from radixkv.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -45,17 +46,19 @@ def test_attention_equals_the_reference(
     assert_as_exact_as_its_dtype_allows(batch.attend(triton_backend), batch)
 
 
-GRID = list(itertools.product(DTYPES, (1, 2, 3, 7, 16), (64, 80, 96, 128, 256)))
+GROUPS = (1, 2, 3, 5, 7, 8, 12, 16)
+GRID = list(enumerate(itertools.product(range(3), DTYPES, (64, 80, 96, 128, 256))))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("index", "dtype", "group", "head_dim"), [(i, *point) for i, point in enumerate(GRID)])
+@pytest.mark.parametrize(("index", "point"), GRID)
 def test_attention_equals_the_reference_over_the_grid(
-    triton_backend: Any, paged_batch: Callable[..., Any], index: int, dtype: torch.dtype, group: int, head_dim: int
+    triton_backend: Any, paged_batch: Callable[..., Any], index: int, point: tuple[int, torch.dtype, int]
 ) -> None:
-    block_size = 2 ** (index % 8)
-    lengths = [1 + index % 3, 64 + index, block_size * 2, 256 + index % 2]
-    batch = paged_batch([1 + index % 2, 1, block_size % 40 + 1, 1], lengths, block_size, 1, group, head_dim, dtype, DEVICE)
+    _, dtype, head_dim = point
+    group, block_size = GROUPS[index % 8], 2 ** (index // 5 % 8)
+    query_lens, seq_lens = [1 + index % 2, 1, block_size % 40 + 1, 1], [2 + index % 3, 64 + index, block_size * 2, 256 + index % 2]
+    batch = paged_batch(query_lens, seq_lens, block_size, 1, group, head_dim, dtype, DEVICE)
     assert_as_exact_as_its_dtype_allows(batch.attend(triton_backend), batch)
 
 

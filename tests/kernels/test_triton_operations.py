@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from radixkv.kernels import reference
 from torch import Tensor
+
+from radixkv.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import triton
-from radixkv.kernels import AttentionMetadata, load_backend
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from radixkv.kernels import AttentionMetadata, load_backend
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -45,9 +45,9 @@ def test_a_prompt_of_mixed_kinds_is_refused() -> None:
         ({"temperature": [1]}, "temperature"),
         ({"n": True}, "n"),
         ({"stop": 3}, "stop"),
-        ({"stop": ["a", 3]}, "stop[...]"),
+        ({"stop": ["a", 3]}, "stop[1]"),
         ({"prompt": 3}, "prompt"),
-        ({"prompt": [1.5]}, "prompt[...]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
         ({"stream": "yes"}, "stream"),
         ({"logit_bias": {"1": "x"}}, "logit_bias[...]"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -69,11 +69,11 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "user"}]}, "messages[...].content"),
-        ({"messages": [{"content": "x"}]}, "messages[...].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[...].content[...]"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[...].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
         ({"logprobs": 3}, "logprobs"),
     ],
 )
@@ -159,7 +159,7 @@ names = st.sampled_from([*CompletionRequest.__struct_fields__, *ChatRequest.__st
 
 
 @given(st.dictionaries(names, json_values, max_size=6))
-@settings(max_examples=400)
+@settings(max_examples=100, deadline=None)
 def test_no_body_raises_anything_but_an_invalid_request(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
     for kind in (CompletionRequest, ChatRequest):
