@@ -90,7 +90,7 @@ class Llama:
         for (qkv, o, gate_up, down, post_norm, next_norm, q_norm, k_norm), (k_cache, v_cache) in zip(
             self._layers, kv.layers, strict=True
         ):
-            q, k, v = linear(x, qkv).view(num_tokens, -1, head_dim).split(heads, 1)
+            q, k, v = linear(x, qkv).view(num_tokens, -1, head_dim).split_with_sizes(heads, 1)
             if q_norm is not None and k_norm is not None:
                 q, k = backend.rms_norm(q.contiguous(), q_norm, eps), backend.rms_norm(k.contiguous(), k_norm, eps)
             rope(q, k, positions, cos_sin)

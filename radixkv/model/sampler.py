@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from radixkv.scheduling.request import Request, TokenLogprobs
 
-_NUCLEUS_CANDIDATES = 1024
+_FEW = 256  # up to here topk beats a sort
 _entropy = np.random.default_rng()
 
 
@@ -63,50 +64,52 @@ def _add_bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:
 def _penalise(logits: Tensor, requests: Sequence[Request]) -> None:
     rows = [row for row, r in enumerate(requests) if r.params.repetition_penalty != 1.0]
     if rows:
-        seen = _counts([requests[row].tokens for row in rows], logits) > 0
-        penalty = torch.tensor([[requests[row].params.repetition_penalty] for row in rows], device=logits.device)
-        own = logits[rows]
-        logits[rows] = torch.where(seen, torch.where(own > 0, own / penalty, own * penalty), own)
+        at, _ = _distinct(rows, [requests[row].tokens for row in rows], logits.device)
+        penalty = torch.tensor([r.params.repetition_penalty for r in requests], device=logits.device)[at[0]]
+        seen = logits[at]
+        logits[at] = torch.where(seen > 0, seen / penalty, seen * penalty)
     rows = [row for row, r in enumerate(requests) if r.params.presence_penalty != 0.0 or r.params.frequency_penalty != 0.0]
     if rows:
-        counts = _counts([requests[row].output_token_ids for row in rows], logits)
-        presence = torch.tensor([[requests[row].params.presence_penalty] for row in rows], device=logits.device)
-        frequency = torch.tensor([[requests[row].params.frequency_penalty] for row in rows], device=logits.device)
-        logits[rows] -= (counts > 0) * presence + counts * frequency
+        at, counts = _distinct(rows, [requests[row].output_token_ids for row in rows], logits.device)
+        presence = torch.tensor([r.params.presence_penalty for r in requests], device=logits.device)[at[0]]
+        frequency = torch.tensor([r.params.frequency_penalty for r in requests], device=logits.device)[at[0]]
+        logits[at] -= presence + counts * frequency
 
 
-def _counts(sequences: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]], logits: Tensor) -> Tensor:
-    """float32 ``[len(sequences), vocab]``: how often each token is in each sequence."""
-    vocab_size = logits.shape[1]
-    row_of_token = np.repeat(np.arange(len(sequences), dtype=np.int64), [len(tokens) for tokens in sequences])
-    flat = torch.from_numpy(row_of_token * vocab_size + np.concatenate(sequences)).to(logits.device)
-    return torch.bincount(flat, minlength=len(sequences) * vocab_size).view(len(sequences), vocab_size).to(logits.dtype)
+def _distinct(
+    rows: Sequence[int], sequences: Sequence[NDArray[np.int32]], device: torch.device
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Rows and token ids of the distinct tokens of each row's sequence, and how often each occurs; O(n log n) in all tokens."""
+    row_of_token = np.repeat(np.array(rows, dtype=np.int64), [len(tokens) for tokens in sequences])
+    keys, counts = np.unique(row_of_token << 32 | np.concatenate(sequences), return_counts=True)
+    at = (torch.from_numpy(keys >> 32).to(device), torch.from_numpy(keys & 0xFFFFFFFF).to(device))
+    return at, torch.from_numpy(counts).to(device)
 
 
 def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """int64 ``[n]``; rows of temperature 0 take their highest logit, the first of equals."""
+    """int64 ``[n]``; rows of temperature 0 take their highest logit, the first of equals.  Overwrites ``logits``."""
     params = [request.params for request in requests]
     device = logits.device
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-    temperature = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
+    greedy = [p.temperature == 0 for p in params]
+    highest = logits.argmax(-1) if any(greedy) else None
     # With the maximum at 0 no temperature, however small, overflows at the top.
-    probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    rows = [row for row, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p)]
-    if rows:
-        kept = probs[rows]
-        threshold = _threshold(kept, [params[row] for row in rows])
-        probs[rows] = torch.where(kept >= threshold, kept, 0.0)
+    logits -= logits.amax(-1, keepdim=True)
+    logits /= torch.tensor([[p.temperature or 1.0] for p in params], device=device)
+    probs = logits.softmax(-1)
+    if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
+        probs.masked_fill_(probs < _threshold(probs, params), 0.0)
     # The inverse of the distribution function, in order of token id; float64, as float32 sums lose the tail of a big vocabulary.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
     uniform = torch.tensor([[_uniform(request)] for request in requests], dtype=torch.float64, device=device)
-    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
-    # A product rounded up to the total would point past the end.
-    drawn = torch.where(drawn < logits.shape[1], drawn, probs.argmax(-1))
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    # Below the total even where the product rounds up, so that the search ends at a token that is kept.
+    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    return drawn if highest is None else torch.where(torch.tensor(greedy, device=device), highest, drawn)
 
 
 def _threshold(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """float32 ``[m, 1]``: the probability down to which top-k, top-p and min-p keep tokens.
+    """float32 ``[n, 1]``: the probability down to which top-k, then top-p (of what top-k kept), and min-p keep tokens.
 
     Tokens as probable as the last one kept are kept too, so that nothing hangs on how equals are sorted.
     """
@@ -115,26 +118,23 @@ def _threshold(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     bounds = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     cut = [row for row, p in enumerate(params) if p.top_p < 1.0 or bounds[row] < vocab_size]
     if cut:
-        top_k = torch.tensor([[bounds[row]] for row in cut], device=device)
+        last_of_k = torch.tensor([[bounds[row] - 1] for row in cut], device=device)
         top_p = torch.tensor([[params[row].top_p] for row in cut], dtype=torch.float64, device=device)
-        # The most probable tokens usually settle it; rows whose top-p reaches further have their whole vocabulary sorted.
-        candidates = max(bounds[row] if bounds[row] < vocab_size else min(_NUCLEUS_CANDIDATES, vocab_size) for row in cut)
-        last, settled = _last_kept(probs[cut], top_k, top_p, candidates)
-        wide = [i for i, done in enumerate(settled.flatten().tolist()) if not done]
-        if wide:
-            last[wide] = _last_kept(probs[[cut[i] for i in wide]], top_k[wide], top_p[wide], vocab_size)[0]
-        threshold[cut] = torch.maximum(threshold[cut], last)
+        best = _largest(probs if len(cut) == len(params) else probs[cut], max(bounds[row] for row in cut))
+        cumulative = best.cumsum(-1, dtype=torch.float64)
+        reached = torch.searchsorted(cumulative, top_p * cumulative.gather(1, last_of_k))
+        last_kept = best.gather(1, torch.where(top_p < 1.0, torch.minimum(reached, last_of_k), last_of_k))
+        threshold[cut] = torch.maximum(threshold[cut], last_kept)
     return threshold
 
 
-def _last_kept(probs: Tensor, top_k: Tensor, top_p: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
-    """Probability of the last token that top-k, then top-p keep, ``[m, 1]``; and whether the ``candidates`` best tokens tell."""
-    best = probs.topk(candidates).values
-    cumulative = best.cumsum(-1, dtype=torch.float64)
-    last_of_k = top_k.clamp(max=candidates) - 1
-    mass = torch.where(top_k < probs.shape[1], cumulative.gather(1, last_of_k), 1.0)
-    reached = torch.searchsorted(cumulative, top_p * mass)
-    return best.gather(1, torch.minimum(reached, last_of_k)), (reached < candidates) | (top_k <= candidates)
+def _largest(probs: Tensor, count: int) -> Tensor:
+    """The ``count`` largest of each row, or more, in falling order."""
+    if count <= _FEW:
+        return probs.topk(count).values
+    if probs.device.type == "cpu":  # numpy sorts with SIMD: a tenth of torch.sort's time, and less than topk(1024) takes
+        return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
+    return probs.sort(-1, descending=True).values
 
 
 def _uniform(request: Request) -> float:

@@ -46,6 +46,17 @@ def test_chunked_prefill_and_decode_agree_with_transformers(case: str, tmp_path:
     kit.assert_agrees(kit.Driver(str(tmp_path)), model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+def test_the_native_cpu_backend_agrees_with_transformers_too(
+    name: str, dtype: torch.dtype, tmp_path: Path, kit: SimpleNamespace
+) -> None:
+    model = kit.make_model(name, **({"head_dim": 32} if name == "Qwen3" else {})).to(dtype)
+    model.save_pretrained(tmp_path)
+    driver = kit.Driver(str(tmp_path), backend="cpu", dtype=dtype)
+    kit.assert_agrees(driver, model.float(), tolerance=1e-4 if dtype is torch.float32 else 0.15)
+
+
 def test_sharded_safetensors_load_as_one_model(tmp_path: Path, kit: SimpleNamespace) -> None:
     model = kit.make_model("Llama")
     model.save_pretrained(tmp_path, max_shard_size="100KB")

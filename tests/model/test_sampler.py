@@ -241,3 +241,7 @@ def test_bias_and_penalties_reach_greedy_rows_and_leave_logprobs_the_models_own(
 
 def test_penalties_on_an_empty_output_are_harmless() -> None:
     assert draw(LOGITS, [request([1], temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)]) == [3]
+
+
+def test_a_step_in_which_nothing_samples_gives_nothing() -> None:
+    assert sample(torch.empty(0, 10), []) == ([], [])
