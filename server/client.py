@@ -18,6 +18,9 @@ from typing import Any, cast
 import msgspec
 import zmq
 import zmq.asyncio
+
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.request import FinishReason, TokenLogprobs
 from radixkv.server.errors import InvalidRequest, Unavailable
 from radixkv.server.messages import (
     Alive,
@@ -37,9 +40,6 @@ from radixkv.server.messages import (
     frames,
     send_now,
 )
-
-from radixkv.sampling_params import SamplingParams
-from radixkv.scheduling.request import FinishReason, TokenLogprobs
 
 __all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Stream"]
 
@@ -161,9 +161,10 @@ class Client(_Base):
             self._close(message.id, cancel=False)
 
     def _open(self, id: str, message: Message) -> None:
+        parts = frames(message)
         self._inbox[id] = deque()
         self._heard = time.monotonic()
-        self._socket.send_multipart(frames(message))
+        self._socket.send_multipart(parts)
 
     def _close(self, id: str, *, cancel: bool) -> None:
         self._inbox.pop(id, None)

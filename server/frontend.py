@@ -13,14 +13,14 @@ from typing import Any
 
 import jinja2
 import msgspec
-from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel
-from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
-from radixkv.server.metrics import Metrics
-from radixkv.server.worker_client import WorkerClient
 
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput
+from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel
+from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
+from radixkv.server.metrics import Metrics
+from radixkv.server.worker_client import WorkerClient
 
 Prompt = str | Sequence[int]
 
@@ -78,9 +78,10 @@ class Frontend:
 
     async def submit(
         self,
-        prompts: Sequence[Prompt] | Sequence[ChatMessage],
+        prompts: Sequence[Prompt] | None,
         params: SamplingParams,
         *,
+        messages: Sequence[ChatMessage] | None = None,
         n: int = 1,
         namespace: str = "",
         model: str | None = None,
@@ -88,9 +89,9 @@ class Frontend:
     ) -> Generation:
         """Check a request and send it.
 
-        ``prompts`` is one or more texts or token id lists, each of which gets ``n`` choices, numbered prompt by prompt; or the
-        messages of one chat.  ``clip_max_tokens`` takes ``params.max_tokens`` for a wish, cut to what the context has room for.
-        Choice ``i`` of a prompt draws with ``params.seed + i``.
+        ``prompts`` is one or more texts or token id lists, each of which gets ``n`` choices, numbered prompt by prompt; or it is
+        None, and ``messages`` is a chat to answer.  ``clip_max_tokens`` takes ``params.max_tokens`` for a wish, cut to what the
+        context has room for.  Choice ``i`` of a prompt draws with ``params.seed + i``.
 
         Raises ``InvalidRequest`` naming field and limit, ``UnknownModel``, or ``Unavailable``.
         """
@@ -100,16 +101,18 @@ class Frontend:
         params = self._checked(params)
         _check(1 <= n <= MAX_N, "n", f"between 1 and {MAX_N}", n)
         _check(len(namespace) <= MAX_NAMESPACE_LENGTH, "namespace", f"at most {MAX_NAMESPACE_LENGTH} characters", len(namespace))
-        if prompts and isinstance(prompts[0], ChatMessage):
-            rendered = await self._render_chat(prompts)  # type: ignore[arg-type]
-            token_lists = [rendered]
+        if (prompts is None) == (messages is None):
+            raise InvalidRequest("prompt or messages must be given, and not both", param="prompt")
+        field = "messages" if prompts is None else "prompt"
+        _check(bool(prompts or messages), field, "at least one", 0)
+        if prompts is None:
+            token_lists = [await self._render_chat(messages or ())]
         else:
             _check(len(prompts) * n <= MAX_CHOICES, "prompt", f"at most {MAX_CHOICES // n} prompts with n={n}", len(prompts))
-            token_lists = [await self._tokenise(prompt) for prompt in prompts]  # type: ignore[arg-type]
-        _check(bool(token_lists), "prompt", "at least one", 0)
+            token_lists = [await self._tokenise(prompt) for prompt in prompts]
         requests = []
         for tokens in token_lists:
-            request_params = self._fitted(params, len(tokens), clip=clip_max_tokens)
+            request_params = self._fitted(params, field, len(tokens), clip=clip_max_tokens)
             for i in range(n):
                 seeded = params.seed if params.seed is None else _wrapped(params.seed + i)
                 requests.append(
@@ -151,22 +154,20 @@ class Frontend:
                 _check(token_id < self._vocab_size, field, f"token ids below {self._vocab_size}", token_id)
         return msgspec.structs.replace(params, top_k=min(params.top_k, self._vocab_size))
 
-    def _fitted(self, params: SamplingParams, prompt_length: int, *, clip: bool) -> SamplingParams:
-        _check(prompt_length >= 1, "prompt", "at least 1 token", prompt_length)
+    def _fitted(self, params: SamplingParams, field: str, prompt_length: int, *, clip: bool) -> SamplingParams:
+        _check(prompt_length >= 1, field, "at least 1 token", prompt_length)
         room = self.max_model_len - prompt_length
-        if room < 1:
-            raise InvalidRequest(
-                f"prompt must be at most {self.max_model_len - 1} tokens, to leave room for one more in a context of "
-                f"{self.max_model_len}, got {prompt_length}",
-                param="prompt",
-            )
+        # The output needs at least one.
+        _check(
+            room >= 1, field, f"at most {self.max_model_len - 1} tokens (model and cache hold {self.max_model_len})", prompt_length
+        )
         if params.max_tokens <= room:
             return params
         if clip:
             return msgspec.structs.replace(params, max_tokens=room)
         raise InvalidRequest(
-            f"max_tokens must be at most {room} after a prompt of {prompt_length} tokens in a context of {self.max_model_len}, "
-            f"got {params.max_tokens}",
+            f"max_tokens must be at most {room} after a prompt of {prompt_length} tokens "
+            f"(model and cache hold {self.max_model_len}), got {params.max_tokens}",
             param="max_tokens",
         )
 
@@ -174,7 +175,7 @@ class Frontend:
 
     async def _tokenise(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return await self._encode(prompt, add_special_tokens=True)
+            return await self._encode(prompt, "prompt", add_special_tokens=True)
         for token_id in prompt:
             _check(0 <= token_id < self._vocab_size, "prompt", f"made of token ids from 0 to {self._vocab_size - 1}", token_id)
         return list(prompt)
@@ -190,20 +191,20 @@ class Frontend:
             text = self._chat_template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError) as error:
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", param="messages") from None
-        return await self._encode(text, add_special_tokens=False)
+        return await self._encode(text, "messages", add_special_tokens=False)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         """Off the event loop where it takes long, and not at all where the text can't fit."""
-        if len(text) > self.max_model_len * self._longest_token:
-            raise InvalidRequest(
-                f"prompt must be at most {self.max_model_len - 1} tokens: {len(text)} characters are more, as no token has over "
-                f"{self._longest_token}",
-                param="prompt",
-            )
+        _check(
+            len(text) <= self.max_model_len * self._longest_token,
+            field,
+            f"at most {self.max_model_len - 1} tokens, of which none has over {self._longest_token} characters",
+            f"{len(text)} characters",
+        )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest(f"prompt must be Unicode: character {error.start} is half a surrogate", param="prompt") from None
+            raise InvalidRequest(f"{field} must be Unicode: character {error.start} is half a surrogate", param=field) from None
         if len(text) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
         encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -14,6 +14,7 @@ from litestar import Litestar, Request, Response, get, post
 from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
+
 from radixkv.server import openai
 from radixkv.server.errors import ServerError, Unavailable
 from radixkv.server.frontend import Frontend, Generation
@@ -51,8 +52,9 @@ def create_app(frontend: Frontend) -> Litestar:
         body = openai.parse(await request.body(), openai.ChatRequest)
         answer = _Answer(request.receive, _ChatWriter(frontend), stream=body.stream, usage=body.include_usage)
         generation = await frontend.submit(
-            body.messages,
+            None,
             body.sampling_params,
+            messages=body.messages,
             n=body.n,
             namespace=body.cache_namespace,
             model=body.model,

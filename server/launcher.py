@@ -20,16 +20,16 @@ import msgspec
 import uvicorn
 import uvloop
 import zmq.asyncio
-from radixkv.server.errors import Unavailable
-from radixkv.server.frontend import Frontend
-from radixkv.server.http_api import create_app
-from radixkv.server.worker_client import WorkerClient
-from radixkv.server.zmq_api import ZmqDoor, check_endpoint
 from rich.console import Console
 
 from radixkv.config import EngineConfig
 from radixkv.model.loader import ModelSource, load_model_config, resolve_model
 from radixkv.model.tokenizer import load_tokenizer
+from radixkv.server.errors import Unavailable
+from radixkv.server.frontend import Frontend
+from radixkv.server.http_api import create_app
+from radixkv.server.worker_client import WorkerClient
+from radixkv.server.zmq_api import ZmqDoor, check_endpoint
 
 log = logging.getLogger("radixkv.server")
 
@@ -109,8 +109,9 @@ async def _serve(
                 stack.callback(door.close)
                 group.create_task(door.run())
                 address += f" and {door.endpoint}"
-            console.print(f"Loaded {config.model} in {time.monotonic() - began:.1f} s: context {stats['max_model_len']} tokens")
-            console.print(f"Serving on {address}  (Ctrl-C stops)")
+            took = f"{time.monotonic() - began:.1f} s"
+            console.print(f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens", soft_wrap=True)
+            console.print(f"Serving on {address}  (Ctrl-C stops)", soft_wrap=True)
 
 
 async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:

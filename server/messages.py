@@ -14,10 +14,10 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import msgspec
 import zmq
 import zmq.asyncio
-from radixkv.server.errors import InvalidRequest, ServerError, error_of
 
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
+from radixkv.server.errors import InvalidRequest, ServerError, error_of
 
 T = TypeVar("T")
 
@@ -194,8 +194,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frames(message: Message) -> list[bytes]:
-    """Header and body, as ``send_multipart`` takes them."""
-    return [HEADER, _encoder.encode(message)]
+    """Header and body, as ``send_multipart`` takes them.  Raises ``InvalidRequest`` for what MessagePack can't carry."""
+    try:
+        return [HEADER, _encoder.encode(message)]
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"message: {error}") from None
 
 
 def send_now(socket: zmq.asyncio.Socket, parts: Sequence[bytes]) -> bool:

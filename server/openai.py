@@ -12,12 +12,12 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from radixkv.server.errors import InvalidRequest
-from radixkv.server.frontend import Frontend, Prompt
-from radixkv.server.messages import ChatMessage, Delta, Usage
 
 from radixkv.detokenizer import Detokenizer
 from radixkv.sampling_params import SamplingParams
+from radixkv.server.errors import InvalidRequest
+from radixkv.server.frontend import Frontend, Prompt
+from radixkv.server.messages import ChatMessage, Delta, Usage
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that names none, as the OpenAI API documents."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
+
+from radixkv.config import EngineConfig
 from radixkv.server.errors import InvalidRequest, ServerError
 from radixkv.server.messages import (
     Abort,
@@ -33,8 +35,6 @@ from radixkv.server.messages import (
     frames,
     id_of,
 )
-
-from radixkv.config import EngineConfig
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine

@@ -10,6 +10,8 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+
+from radixkv.scheduling.request import RequestOutput
 from radixkv.server.errors import InvalidRequest, ServerError, Unavailable
 from radixkv.server.messages import (
     Abort,
@@ -27,8 +29,6 @@ from radixkv.server.messages import (
     frames,
     send_now,
 )
-
-from radixkv.scheduling.request import RequestOutput
 
 log = logging.getLogger("radixkv.server")
 

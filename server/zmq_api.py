@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
+
 from radixkv.server.errors import InvalidRequest, ServerError
 from radixkv.server.frontend import Frontend
 from radixkv.server.messages import (
@@ -143,11 +144,10 @@ class ZmqDoor:
                 del self._tasks[client]
 
     async def _generate(self, client: bytes, message: Submit) -> None:
-        if (message.prompt is None) == (message.messages is None):
-            raise InvalidRequest("prompt or messages must be given, and not both", param="prompt")
         generation = await self._frontend.submit(
-            message.messages if message.prompt is None else [message.prompt],  # type: ignore[arg-type]
+            None if message.prompt is None else [message.prompt],
             message.params,
+            messages=message.messages,
             n=message.n,
             namespace=message.namespace,
             model=message.model,

@@ -43,7 +43,11 @@ class Server:
         environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", SERVE, json.dumps(arguments)], stdout=log, stderr=log, env=environment, start_new_session=True
+                [sys.executable, "-P", "-c", SERVE, json.dumps(arguments)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
         self.url = ""
 
@@ -92,14 +96,6 @@ class Server:
 StartServer = Callable[..., Server]
 
 
-def is_running(pid: int) -> bool:
-    """Zombies, which nobody has reaped yet, do not count."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture(scope="session")
 def tiny_model() -> dict[str, object]:
     """What tiny_model.py defines."""
@@ -117,7 +113,7 @@ def starting(model: Path) -> Iterator[StartServer]:
 
         def start(**arguments: object) -> Server:
             # A short path: a socket's may have 107 characters at most.
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rkv", dir="/tmp")))  # noqa: S108
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rkv", dir="/tmp")))
             server = Server(folder, model, **arguments)
             stack.callback(server.kill)
             return server

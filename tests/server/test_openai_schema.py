@@ -91,9 +91,11 @@ def test_a_missing_prompt_is_named() -> None:
 
 
 def test_what_changes_nothing_is_accepted() -> None:
-    completion(user="me", best_of=1, echo=False, suffix=None, logit_bias=None, metadata={"a": "b"}, response_format={"type": "text"})
+    completion(
+        user="me", best_of=1, echo=False, suffix=None, logit_bias=None, metadata={"a": "b"}, response_format={"type": "text"}
+    )
     request = chat(
-        tools=[], tool_choice="none", store=False, seed=None, stream_options=None,
+        response_format={"type": "text"}, tools=[], tool_choice="none", store=False, seed=None, stream_options=None,
         messages=[{"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "annotations": [], "audio": None}],
     )  # fmt: skip
     assert request.messages[0].text == "x"
@@ -142,7 +144,8 @@ def test_a_number_that_is_none_reaches_the_check_that_names_its_field(text: str)
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"garbage", b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "x"', b"\xff\xfe", b"[]", b'"x"', b"1" * 5000],
+    [b"", b"garbage", b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "x"', b"\xff\xfe", b"[]",
+     b'"x"', b"1" * 5000],
     ids=lambda body: repr(body[:16]),
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:

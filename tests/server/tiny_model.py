@@ -31,7 +31,7 @@ def make_tokenizer() -> Tokenizer:
 
 def make_folder(folder: Path, *, weights: bool) -> Path:
     """``weights=False`` is enough for a frontend."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token=SPECIAL[2], chat_template=CHAT_TEMPLATE)
     tokenizer.save_pretrained(folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -55,9 +55,10 @@ def make_folder(folder: Path, *, weights: bool) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     if weights:
         import torch
+        from safetensors.torch import save_file
+
         from radixkv.model.config import config_from_folder
         from radixkv.model.loader import expected_shapes
-        from safetensors.torch import save_file
 
         generator = torch.Generator().manual_seed(1)
         shapes = expected_shapes(config_from_folder(folder))

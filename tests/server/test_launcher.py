@@ -1,0 +1,126 @@
+"""Processes that start, die and are killed: nothing may be left behind, nobody may wait for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+LONG = {"prompt": "abc", "max_tokens": 2000}
+
+
+def wait_gone(pid: int, is_running: Any) -> None:
+    for _ in range(100):
+        if not is_running(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} still runs")
+
+
+@pytest.fixture(scope="module")
+def is_running() -> Any:
+    def check(pid: int) -> bool:
+        """Zombies, which nobody has reaped yet, do not count."""
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    return check
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
+    start_server: Any, is_running: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    door = tmp_path / "door"
+    server = start_server(zmq=f"ipc://{door}").wait_ready()
+    (worker,) = server.worker_pids
+    assert door.stat().st_mode & 0o077 == 0
+    # Even while it serves, no file but the log remains in its temporary directory.
+    assert os.listdir(server.folder) == ["log"]
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
+        streamed = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
+        while server.report()["running"] < 2:
+            time.sleep(0.01)
+        began = time.monotonic()
+        assert server.stop(number) == 0, server.log
+        assert whole.result().status_code == 503
+        assert "shutting down" in whole.result().json()["error"]["message"]
+        assert "shutting down" in streamed.result().text
+        assert streamed.result().text.endswith("data: [DONE]\n\n")
+    assert time.monotonic() - began < 15
+    assert not is_running(worker)
+    assert os.listdir(server.folder) == ["log"]
+    assert not door.exists()
+    assert "Traceback" not in server.log
+
+
+def test_a_worker_that_dies_fails_its_requests_at_once_and_is_replaced(start_server: Any, is_running: Any) -> None:
+    server = start_server().wait_ready()
+    (worker,) = server.worker_pids
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
+        streamed = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
+        while server.report()["running"] < 2:
+            time.sleep(0.01)
+        os.kill(worker, signal.SIGKILL)
+        began = time.monotonic()
+        assert whole.result().status_code == 503
+        assert streamed.result().status_code == 200
+        assert time.monotonic() - began < 2
+    assert "killed by SIGKILL" in whole.result().json()["error"]["message"]
+    lines = [line.removeprefix("data: ") for line in streamed.result().text.split("\n\n") if line]
+    assert "killed by SIGKILL" in json.loads(lines[-2])["error"]["message"]
+    assert lines[-1] == "[DONE]"
+    # Until the next worker is ready, requests fail at once, and health says why.
+    health = httpx.get(f"{server.url}/health")
+    assert health.status_code == 503
+    assert "killed by SIGKILL" in health.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 503
+    assert "radixkv_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+    for _ in range(400):
+        if httpx.get(f"{server.url}/health").status_code == 200:
+            break
+        time.sleep(0.05)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 3})
+    assert answer.json()["choices"][0]["text"] == "abc"
+    assert server.worker_pids != [worker]
+    # And a frontend that is killed takes the worker with it.
+    (worker,) = server.worker_pids
+    server.process.kill()
+    server.process.wait()
+    wait_gone(worker, is_running)
+    assert os.listdir(server.folder) == ["log"]
+
+
+def test_a_port_that_is_taken_is_reported_before_anything_is_loaded(start_server: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = start_server(port=taken.getsockname()[1])
+        assert server.process.wait(60) == 1
+    assert "can't listen on 127.0.0.1 port" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_model_that_is_not_there_is_reported(start_server: Any) -> None:
+    server = start_server(config={"model": "/no/such/model"})
+    assert server.process.wait(60) == 1
+    assert "/no/such/model" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_worker_that_cannot_load_its_model_ends_the_server_with_its_reason(start_server: Any) -> None:
+    server = start_server(config={"policy": "fcfs"})
+    assert server.process.wait(60) == 1
+    assert "model folder lacks everything" in server.log
+    assert "Traceback" not in server.log
+    assert os.listdir(server.folder) == ["log"]
