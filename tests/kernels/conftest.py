@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from radixkv.kernels import AttentionMetadata
 from torch import Tensor
+
+from radixkv.kernels import AttentionMetadata
 
 
 @dataclass

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from radixkv.kernels import load_backend, reference
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from radixkv.kernels import load_backend, reference
 
 CPU = torch.device("cpu")
 
