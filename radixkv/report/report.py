@@ -16,13 +16,13 @@ MAX_ROWS = 20
 """Namespaces shown as text, those with the most prompt tokens; JSON has all that the engine tells apart."""
 
 
-class NamespaceCounts(msgspec.Struct, frozen=True):
+class _NamespaceCounts(msgspec.Struct, frozen=True):
     requests: int
     prompt_tokens: int
     cached_tokens: int
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class _EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The part of ``Engine.stats()`` that the report reads."""
 
     model: str
@@ -40,76 +40,112 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_free: int
     blocks_cached: int
     blocks_locked: int
-    namespaces: dict[str, NamespaceCounts]
+    namespaces: dict[str, _NamespaceCounts]
+
+
+class NamespaceReport(msgspec.Struct, frozen=True):
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    hit_rate: float
+
+
+class BlockUse(msgspec.Struct, frozen=True):
+    """Physical KV blocks now; ``cached`` ones can be evicted, ``locked`` ones are used by running requests."""
+
+    total: int
+    free: int
+    cached: int
+    locked: int
+    bytes_each: int
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Hit rate so far, and what it saved.  ``print(report)`` gives text, ``msgspec.json.encode(report)`` JSON."""
 
-    stats: EngineStats
+    model: str
+    uptime_s: float
+    requests: int
+    prompt_tokens: int
     hit_tokens: int
+    """Prompt tokens found in the cache."""
     hit_rate: float
-    """Share of all prompt tokens found in the cache."""
-    namespace_hit_rates: dict[str, float]
+    """Their share of all prompt tokens."""
+    generated_tokens: int
+    preemptions: int
+    prefill_tokens_computed: int
+    prefill_seconds: float
     prefill_tokens_per_second: float | None
     """None before anything was computed."""
     seconds_saved: float | None
     """Estimate: the hit tokens at the mean speed of the prompt tokens that were computed."""
+    blocks: BlockUse
+    namespaces: dict[str, NamespaceReport]
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Report:
         """Read ``Engine.stats()``.  Raises ``ValueError`` naming the field if it is something else."""
         try:
-            s = msgspec.convert(stats, EngineStats)
+            s = msgspec.convert(stats, _EngineStats)
         except msgspec.ValidationError as error:
             raise ValueError(f"not an engine's statistics: {error}") from None
         speed = s.prefill_tokens_computed / s.prefill_seconds if s.prefill_seconds > 0 and s.prefill_tokens_computed else None
         return cls(
-            stats=s,
+            model=s.model,
+            uptime_s=s.uptime_s,
+            requests=s.requests,
+            prompt_tokens=s.prompt_tokens,
             hit_tokens=s.cached_tokens,
             hit_rate=_share(s.cached_tokens, s.prompt_tokens),
-            namespace_hit_rates={name: _share(n.cached_tokens, n.prompt_tokens) for name, n in s.namespaces.items()},
+            generated_tokens=s.generated_tokens,
+            preemptions=s.preemptions,
+            prefill_tokens_computed=s.prefill_tokens_computed,
+            prefill_seconds=s.prefill_seconds,
             prefill_tokens_per_second=speed,
             seconds_saved=s.cached_tokens / speed if speed else None,
+            blocks=BlockUse(s.blocks_total, s.blocks_free, s.blocks_cached, s.blocks_locked, s.block_size * s.kv_bytes_per_token),
+            namespaces={
+                name: NamespaceReport(n.requests, n.prompt_tokens, n.cached_tokens, _share(n.cached_tokens, n.prompt_tokens))
+                for name, n in s.namespaces.items()
+            },
         )
 
     def __rich__(self) -> RenderableType:
         from rich.console import Group
         from rich.markup import escape
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        s, speed = self.stats, self.prefill_tokens_per_second
-        used = s.blocks_total - s.blocks_free
-        mebibytes = used * s.block_size * s.kv_bytes_per_token / 2**20
+        blocks, speed = self.blocks, self.prefill_tokens_per_second
+        used = blocks.total - blocks.free
         summary = Table.grid(padding=(0, 2))
         for name, value in (
-            ("model", f"{escape(s.model)}, up {_duration(s.uptime_s)}"),
-            ("requests", f"{s.requests:,}, {s.generated_tokens:,} tokens generated, {s.preemptions:,} preemptions"),
-            ("prompt tokens", f"{s.prompt_tokens:,}"),
+            ("model", f"{escape(self.model)}, up {_duration(self.uptime_s)}"),
+            ("requests", f"{self.requests:,}, {self.generated_tokens:,} tokens generated, {self.preemptions:,} preemptions"),
+            ("prompt tokens", f"{self.prompt_tokens:,}"),
             ("hit tokens", f"{self.hit_tokens:,}"),
             ("hit rate", f"[bold]{self.hit_rate:.1%}[/]"),
             (
                 "prefill",
-                f"{s.prefill_tokens_computed:,} tokens computed in {_duration(s.prefill_seconds)}"
+                f"{self.prefill_tokens_computed:,} tokens computed in {_duration(self.prefill_seconds)}"
                 + (f" ({speed:,.0f} a second)" if speed else ""),
             ),
             ("saved", f"about {_duration(self.seconds_saved)} of prefill" if self.seconds_saved is not None else "not known yet"),
             (
                 "blocks",
-                f"{used:,} of {s.blocks_total:,} in use ({_share(used, s.blocks_total):.0%}, {mebibytes:,.0f} MiB): "
-                f"{s.blocks_cached:,} cached, {s.blocks_locked:,} locked by running requests",
+                f"{used:,} of {blocks.total:,} in use ({_share(used, blocks.total):.0%}, {used * blocks.bytes_each / 2**20:,.0f} MiB): "
+                f"{blocks.cached:,} cached, {blocks.locked:,} locked by running requests",
             ),
         ):
             summary.add_row(f"[dim]{name}[/]", value)
-        if len(s.namespaces) < 2:
+        if len(self.namespaces) < 2:
             return summary
-        table = Table("namespace", *(_right(name) for name in ("requests", "prompt tokens", "hit tokens", "hit rate")))
-        for name, n in sorted(s.namespaces.items(), key=lambda item: -item[1].prompt_tokens)[:MAX_ROWS]:
-            table.add_row(
-                escape(name) or "[dim](default)[/]",
-                f"{n.requests:,}", f"{n.prompt_tokens:,}", f"{n.cached_tokens:,}", f"{self.namespace_hit_rates[name]:.1%}",
-            )  # fmt: skip
-        hidden = len(s.namespaces) - MAX_ROWS
+        table = Table(
+            "namespace", *(Column(name, justify="right") for name in ("requests", "prompt tokens", "hit tokens", "hit rate"))
+        )
+        for name, n in sorted(self.namespaces.items(), key=lambda item: -item[1].prompt_tokens)[:MAX_ROWS]:
+            counts = (f"{count:,}" for count in (n.requests, n.prompt_tokens, n.hit_tokens))
+            table.add_row(escape(name) or "[dim](default)[/]", *counts, f"{n.hit_rate:.1%}")
+        hidden = len(self.namespaces) - MAX_ROWS
         return Group(summary, table, f"[dim]and {hidden:,} smaller namespaces[/]") if hidden > 0 else Group(summary, table)
 
     def __str__(self) -> str:
@@ -158,9 +194,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def _right(name: str) -> Any:
-    from rich.table import Column
-
-    return Column(name, justify="right")

@@ -25,7 +25,8 @@ STATS: dict[str, Any] = {
 def test_hit_rates_and_seconds_saved_follow_from_the_counters() -> None:
     report = Report.from_stats(STATS)
     assert report.hit_rate == 0.75
-    assert report.namespace_hit_rates == {"": 0.875, "tenant-b": pytest.approx(2 / 3)}
+    assert {name: n.hit_rate for name, n in report.namespaces.items()} == {"": 0.875, "tenant-b": pytest.approx(2 / 3)}
+    assert report.blocks.bytes_each == 2**20
     assert report.prefill_tokens_per_second == 250
     assert report.seconds_saved == 6.0
 
@@ -106,3 +107,11 @@ def test_no_server_is_said_with_the_address_that_was_tried() -> None:
 def test_an_address_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="http://"):
         fetch_report("file:///etc/passwd")
+
+
+def test_many_namespaces_are_cut_to_the_largest_with_a_count_of_the_rest() -> None:
+    many = {f"tenant-{i}": {"requests": 1, "prompt_tokens": i, "cached_tokens": 0} for i in range(1, 31)}
+    text = str(Report.from_stats({**STATS, "namespaces": many}))
+    assert "tenant-30 " in text
+    assert "tenant-10 " not in text
+    assert "and 10 smaller namespaces" in text
