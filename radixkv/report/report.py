@@ -117,6 +117,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
         blocks, speed = self.blocks, self.prefill_tokens_per_second
         used = blocks.total - blocks.free
+        mebibytes = used * blocks.bytes_each / 2**20
         summary = Table.grid(padding=(0, 2))
         for name, value in (
             ("model", f"{escape(self.model)}, up {_duration(self.uptime_s)}"),
@@ -132,7 +133,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             ("saved", f"about {_duration(self.seconds_saved)} of prefill" if self.seconds_saved is not None else "not known yet"),
             (
                 "blocks",
-                f"{used:,} of {blocks.total:,} in use ({_share(used, blocks.total):.0%}, {used * blocks.bytes_each / 2**20:,.0f} MiB): "
+                f"{used:,} of {blocks.total:,} in use ({_share(used, blocks.total):.0%}, {mebibytes:,.0f} MiB): "
                 f"{blocks.cached:,} cached, {blocks.locked:,} locked by running requests",
             ),
         ):
@@ -155,7 +156,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
         text = io.StringIO()
         Console(file=text, width=110).print(self)
-        return text.getvalue().rstrip("\n")
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def fetch_report(url: str, *, timeout: float = 10.0) -> Report:
