@@ -83,6 +83,8 @@ def config_from_folder(folder: Path) -> ModelConfig:
         return _config_from_json(architecture, raw, _generation_config(folder))
     except KeyError as error:
         raise ValueError(f"{folder / 'config.json'} lacks the field {error}") from None
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{folder / 'config.json'} has a field of the wrong type or value: {error}") from None
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -97,6 +99,8 @@ def _config_from_json(architecture: str, raw: dict[str, Any], generation: dict[s
     rope_raw = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     if rope_raw.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
+    if any(isinstance(value, dict) for value in rope_raw.values()):
+        raise ValueError("rope parameters that differ between layers are not supported")
     rope = RopeConfig(
         theta=float(rope_raw.get("rope_theta", raw.get("rope_theta") or 10000.0)),
         kind=rope_raw.get("rope_type", rope_raw.get("type", "default")),
@@ -173,7 +177,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     try:
         return _config_from_metadata(architecture, meta, file)
     except KeyError as error:
-        raise ValueError(f"{file.path} lacks the metadata field {error}") from None
+        raise ValueError(f"{file.path} lacks the metadata field or tensor {error}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file.path} has a metadata field of the wrong type or value: {error}") from None
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from None
 

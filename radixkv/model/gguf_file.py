@@ -74,9 +74,13 @@ class GGUFFile:
         """Tensor ``name`` as float32 in its row-major shape; raises ``ValueError`` for a type that ``gguf`` can't read."""
         tensor = self.tensors[name]
         raw = np.frombuffer(self._map, np.uint8, self._num_bytes(tensor), tensor.offset)
-        # The package takes bytes with one row of the tensor in each row, except for plain floats, which it takes as such.
+        # The package takes plain floats as such, and other types as bytes, 16 rows at a time.  Rows of whole quantisation blocks
+        # that make such a group 2^18 values take 0.75 s for SmolLM2, where the tensors' own, shorter rows take 1.15 s.
         plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}.get(tensor.kind)
-        rows = raw.view(plain) if plain is not None else raw.reshape(*tensor.shape[:-1], -1)
+        values_per_block, _ = GGML_QUANT_SIZES[tensor.kind]
+        num_values = math.prod(tensor.shape)
+        num_rows = math.gcd(num_values // int(values_per_block), 16 * max(1, num_values >> 18))
+        rows = raw.view(plain) if plain is not None else raw.reshape(num_rows, -1)
         try:
             values: NDArray[np.float32] = dequantize(rows, tensor.kind).reshape(tensor.shape)
         except NotImplementedError:

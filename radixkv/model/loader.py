@@ -117,16 +117,21 @@ Tensors = tuple[dict[str, tuple[int, ...]], "Callable[[str], Tensor]"]
 
 
 def _safetensors(folder: Path) -> Tensors:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged: {error!r}") from None
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"{folder} lacks {', '.join(missing)}; weights are read from safetensors files only")
-    files: list[Any] = [safe_open(folder / name, framework="pt") for name in names]
+    try:
+        files: list[Any] = [safe_open(folder / name, framework="pt") for name in names]
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {folder} are damaged: {error}") from None
     owner = {key: file for file in files for key in file.keys()}  # noqa: SIM118
     return {key: tuple(file.get_slice(key).get_shape()) for key, file in owner.items()}, lambda key: owner[key].get_tensor(key)
 

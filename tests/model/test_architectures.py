@@ -144,6 +144,9 @@ def _edit_config(folder: Path, **changes: Any) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
         ({"num_hidden_layers": "DELETE"}, "lacks the field 'num_hidden_layers'"),
         ({"num_key_value_heads": 3}, "4 query heads"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope parameters that differ between layers"),
+        ({"hidden_size": "wide"}, "hidden_size must be a positive integer, got .wide."),
+        ({"rope_scaling": "linear"}, "field of the wrong type or value"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer"),
     ],
 )  # fmt: skip
@@ -186,6 +189,23 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path, kit: SimpleName
         load_model(
             source, load_model_config(source), dtype=torch.float32, device=torch.device("cpu"), backend=load_backend("reference")
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"\x10", "weights in .* are damaged"),
+        ("model.safetensors.index.json", b"{}", "index.json is damaged"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "gone.safetensors"}}', r"lacks gone\.safetensors"),
+        ("config.json", b"{", "is not valid JSON"),
+        ("config.json", b"[]", "must hold a JSON object"),
+    ],
+)
+def test_damaged_files_are_named(name: str, content: bytes, message: str, tmp_path: Path, kit: SimpleNamespace) -> None:
+    kit.make_model("Llama").save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        kit.Driver(str(tmp_path))
 
 
 def test_older_configs_name_rope_and_dtype_otherwise(tmp_path: Path, kit: SimpleNamespace) -> None:
