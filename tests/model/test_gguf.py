@@ -133,7 +133,7 @@ def test_every_truncation_is_refused_with_a_clear_error(tmp_path: Path) -> None:
             GGUFFile(cut)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 400), value=st.integers(0, 255), width=st.sampled_from([1, 8]))
 def test_a_damaged_header_never_raises_anything_but_value_error(tmp_path: Path, position: int, value: int, width: int) -> None:
     data = bytearray(_small_file(tmp_path / "s.gguf"))

@@ -111,7 +111,7 @@ ROW_PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(ROW_PARAMS, min_size=1, max_size=5),
     outputs=st.lists(st.lists(st.integers(0, 63), max_size=8), min_size=5, max_size=5),
