@@ -29,19 +29,27 @@ INLINE void multiply_row(int MR, int NT, vf *acc, const float *a, long lda, cons
     }
 }
 
-/* acc[MR][NT * TV] += A[MR][k] * B[k][NT tiles]; tile n starts at b[n]. */
-INLINE void accumulate(int MR, int NT, int half, vf *acc, const float *a, long lda, const void *const *b, long ldb, long k) {
+/* acc[MR][NT * TV] += A[MR][k] * B[k][NT tiles]; tile n starts at b[n].  Meanwhile memory is fetched into the cache for later: from each
+   of ahead[NT], `step` bytes further for each k (from nowhere if `fetch` is 0). */
+INLINE void accumulate(int MR, int NT, int half, int fetch, vf *acc, const float *a, long lda, const void *const *b, long ldb, long k,
+                       const char *const *ahead, long step) {
     vf w[MAX_NT * TV];
     if (!half) {
         for (long i = 0; i < k; i++) {
-            UNROLL for (int n = 0; n < NT; n++) load_tile_row(w + n * TV, (const float *)b[n] + i * ldb);
+            UNROLL for (int n = 0; n < NT; n++) {
+                if (fetch) __builtin_prefetch(ahead[n] + i * step);
+                load_tile_row(w + n * TV, (const float *)b[n] + i * ldb);
+            }
             multiply_row(MR, NT, acc, a + i, lda, w);
         }
         return;
     }
     long i = 0;
     for (; i + 1 < k; i += 2) {
-        UNROLL for (int n = 0; n < NT; n++) load_tile_row_low(w + n * TV, (const bf16 *)b[n] + i * ldb);
+        UNROLL for (int n = 0; n < NT; n++) {
+            if (fetch) __builtin_prefetch(ahead[n] + i * step);
+            load_tile_row_low(w + n * TV, (const bf16 *)b[n] + i * ldb);
+        }
         multiply_row(MR, NT, acc, a + i, lda, w);
         UNROLL for (int n = 0; n < NT; n++) load_tile_row_high(w + n * TV, (const bf16 *)b[n] + i * ldb);
         multiply_row(MR, NT, acc, a + i + 1, lda, w);

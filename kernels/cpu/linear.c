@@ -1,13 +1,14 @@
 /* x @ weight.T + bias with the weight packed once, for one row to thousands, each row's bits the same in any batch.
 
-   Blocking as in GotoBLAS/BLIS: KC x 16 of the weight stay in L1, MC x KC of x in L2; partial sums pass through float32 memory, which
-   changes no bit. */
+   Blocking as in GotoBLAS/BLIS: MC x KC of x stay in L2 while tiles of KC x 16 of the weight pass through L1; partial sums pass through
+   float32 memory, which changes no bit.  The next tile is fetched from memory while a tile is multiplied, evenly over its panels:
+   for 4 to 100 rows that decides the speed. */
 #include "gemm.h"
 #include "parallel.h"
 
-#define KC 288
+#define KC 576 /* even */
 #define MC 144
-#define LOOSE_ROWS 24 /* up to here a weight tile is widened to float32 in registers, above it once per block */
+#define AHEAD 8192 /* bytes */
 
 struct linear {
     const void *x; /* [M, ldx] */
@@ -17,7 +18,7 @@ struct linear {
     void *out; /* [M, N] */
     long M, N, K, ldx, lda, rows_per_item, tiles, tiles_per_item, tile_items;
     int half;
-    float *scratch; /* per thread: C block and a widened weight block */
+    float *scratch; /* a block of C for each thread, then a if x isn't float32 */
     long scratch_floats;
 };
 
@@ -34,29 +35,32 @@ void radixkv_pack_weight(const void *weight, void *packed, long N, long K, int h
             }
 }
 
+/* Up to this many rows read several tiles side by side, which the CPU prefetches well unasked; fewer streams it doesn't. */
+#define MANY_STREAMS 3
+
 /* C[MR][NT * 16] = start + A * B, where start is the bias in the first block of K and C itself in later ones. */
-INLINE void kernel(int MR, int NT, int half, const float *a, long lda, const void *const *b, long k, const float *bias, float *c, long ldc) {
+INLINE void kernel(int MR, int NT, int half, const float *a, long lda, const char *b, long tile_bytes, long k, const float *bias, float *c,
+                   long ldc, const char *ahead, long step) {
     vf acc[MAX_MR * MAX_NT * TV];
+    const void *tile[MAX_NT];
+    const char *later[MAX_NT];
+    UNROLL for (int n = 0; n < NT; n++) tile[n] = b + n * tile_bytes, later[n] = ahead + n * tile_bytes;
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++)
         acc[m * NT * TV + n] = vload(bias ? bias + n * VL : c + m * ldc + n * VL);
-    accumulate(MR, NT, half, acc, a, lda, b, TILE, k);
+    accumulate(MR, NT, half, MR > MANY_STREAMS, acc, a, lda, tile, TILE, k, later, step);
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++) vstore(c + m * ldc + n * VL, acc[m * NT * TV + n]);
 }
 
-/* All of `tiles` (their stride in bytes given) for a panel of `rows` rows. */
+/* `tiles` tiles for a panel of `rows` rows. */
 static void panel(int half, long rows, const float *a, long lda, const char *b, long tile_bytes, long tiles, long k, const float *bias,
-                  float *c, long ldc) {
+                  float *c, long ldc, const char *ahead, long step) {
 #define WIDTH(MR, NT)                                                                                                             \
-    for (; t + NT <= tiles; t += NT) {                                                                                            \
-        const void *tile[NT];                                                                                                     \
-        UNROLL for (int n = 0; n < NT; n++) tile[n] = b + (t + n) * tile_bytes;                                                   \
-        if (half) kernel(MR, NT, 1, a, lda, tile, k, bias ? bias + t * TILE : 0, c + t * TILE, ldc);                              \
-        else kernel(MR, NT, 0, a, lda, tile, k, bias ? bias + t * TILE : 0, c + t * TILE, ldc);                                   \
-    }
+    for (; tiles >= NT; tiles -= NT, b += NT * tile_bytes, ahead += NT * tile_bytes, c += NT * TILE, bias += bias ? NT * TILE : 0) \
+        half ? kernel(MR, NT, 1, a, lda, b, tile_bytes, k, bias, c, ldc, ahead, step)                                             \
+             : kernel(MR, NT, 0, a, lda, b, tile_bytes, k, bias, c, ldc, ahead, step);
 #define ROWS(MR)                                                                                                                  \
     WIDTH(MR, WIDE(MR))                                                                                                           \
     WIDTH(MR, 1)
-    long t = 0;
     FOR_ROWS(rows, ROWS)
 #undef ROWS
 #undef WIDTH
@@ -78,32 +82,25 @@ static void linear_item(void *context, long item, int thread) {
     long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
     long depth = l->half ? (l->K + 1) / 2 * 2 : l->K, tile_bytes = depth * TILE * (l->half ? 2 : 4);
+    long row_bytes = TILE * (l->half ? 2 : 4);
     const char *w = (const char *)l->w + tile * tile_bytes;
-    float *c = l->scratch + thread * l->scratch_floats, *wide = c + l->rows_per_item * l->tiles_per_item * TILE;
+    float *c = l->scratch + thread * l->scratch_floats;
     const float *a = l->a + row * l->lda, *bias = l->bias + tile * TILE;
     long ldc = tiles * TILE;
     if (rows <= MAX_MR) {
-        panel(l->half, rows, a, l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc);
+        panel(l->half, rows, a, l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc, w + AHEAD, row_bytes);
     } else {
-        long panels = panel_count(rows);
+        long panels = panel_count(rows), step = WIDE(MAX_MR);
         for (long k = 0; k < l->K; k += KC) {
             long kc = l->K - k < KC ? l->K - k : KC;
-            for (long t = 0; t < tiles; t++) {
-                const char *b = w + t * tile_bytes + k * TILE * (l->half ? 2 : 4);
-                int half = l->half;
-                if (half && rows > LOOSE_ROWS) {
-                    for (long i = 0; i < kc; i += 2) {
-                        vf pair[2 * TV];
-                        load_tile_row_low(pair, (const bf16 *)b + i * TILE);
-                        load_tile_row_high(pair + TV, (const bf16 *)b + i * TILE);
-                        UNROLL for (int v = 0; v < 2 * TV; v++) vstore(wide + i * TILE + v * VL, pair[v]);
-                    }
-                    b = (const char *)wide;
-                    half = 0;
-                }
+            for (long t = 0; t < tiles; t += step) {
+                const char *b = w + t * tile_bytes + k * row_bytes;
+                const char *next = t + step < tiles ? b + step * tile_bytes : k + KC < l->K ? w + (k + KC) * row_bytes : w + tiles * tile_bytes;
                 for (long p = 0; p < panels; p++) {
                     long m = panel_start(rows, panels, p), count = panel_start(rows, panels, p + 1) - m;
-                    panel(half, count, a + m * l->lda + k, l->lda, b, 0, 1, kc, k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc);
+                    panel(l->half, count, a + m * l->lda + k, l->lda, b, tile_bytes, tiles - t < step ? tiles - t : step, kc,
+                          k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc, next + m * kc / rows * row_bytes,
+                          (row_bytes * count + rows - 1) / rows);
                 }
             }
         }
@@ -134,7 +131,7 @@ void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, v
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
-    l.scratch_floats = (l.rows_per_item * l.tiles_per_item * TILE + (KC + 1) * TILE + 15) / 16 * 16;
+    l.scratch_floats = l.rows_per_item * l.tiles_per_item * TILE;
     l.scratch = scratch((l.scratch_floats * threads + (half ? M * K : 0)) * sizeof(float));
     if (half) {
         l.lda = K;

@@ -1,0 +1,47 @@
+/* How a batch's attention is cut into pieces of work. */
+#pragma once
+#include "kv.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define CHUNK 64 /* tokens; part of what a result's bits depend on */
+#define ROWS 48  /* query rows that share a pass over keys, enough to make it worth its memory traffic */
+
+struct query { /* one token's queries: a row for each head of the group */
+    int32_t sequence, token; /* token: its row in q and out */
+    long limit;              /* it sees positions 0 .. limit - 1 */
+};
+
+struct tile { /* queries first .. first + count - 1, sorted by block table; those of a sequence in order of position */
+    long first, count, chunks;
+    int single;   /* its queries pass over K/V once: an item takes all KV heads, which lie side by side in memory */
+    long partial; /* where its partial results begin, or -1 if an item merges all its chunks on the spot */
+};
+
+struct item { /* a tile's chunks first .. end - 1 for some KV heads */
+    long tile, first_head, heads, first_chunk, end_chunk;
+};
+
+struct attention {
+    const void *q, *k_cache, *v_cache;
+    void *out;
+    const int32_t *tables;
+    long table_stride, q_row, group;
+    struct kv_layout layout;
+    float scale;
+    struct query *queries;
+    struct tile *tiles;
+    struct item *items;
+    long query_count, tile_count, item_count, max_rows; /* max_rows: of an item, times its heads */
+    char *thread_scratch;
+    size_t thread_bytes;
+    long partial_rows; /* of all split tiles: [KV head][chunk][row] */
+    float *partial_values, *partial_stats; /* [partial row][dim] and [..][2]: largest score, sum of exponentials */
+};
+
+/* Fills queries, tiles and items, in memory that the caller frees through `queries`. */
+void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, int threads);
+
+/* Whether x and y both see the chunk at `start` whole, in the same blocks. */
+int attention_same_blocks(const struct attention *a, const struct query *x, const struct query *y, long start);
