@@ -28,8 +28,8 @@ MAX_N = 128
 MAX_CHOICES = 1024
 MAX_STOP_LENGTH = 1000
 MAX_NAMESPACE_LENGTH = 256
-INLINE_CHARACTERS = 4096
-"""Texts up to this long are tokenised on the event loop: that takes about a millisecond, less than another thread would cost."""
+INLINE_CHARACTERS = 1024
+"""Texts up to this long are tokenised on the event loop, which that holds up for about a millisecond; longer ones in a thread."""
 
 
 class Frontend:

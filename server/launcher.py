@@ -116,7 +116,7 @@ async def _serve(
 
 async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
     server = _HttpServer(
-        uvicorn.Config(create_app(frontend), log_config=None, access_log=False, lifespan="off", server_header=False)
+        uvicorn.Config(create_app(frontend), log_config=None, access_log=False, lifespan="off", server_header=False, **timeouts)
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

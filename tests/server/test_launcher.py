@@ -47,10 +47,13 @@ def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
     assert door.stat().st_mode & 0o077 == 0
     # Even while it serves, no file but the log remains in its temporary directory.
     assert os.listdir(server.folder) == ["log"]
-    with ThreadPoolExecutor(2) as pool:
+    body = json.dumps(LONG | {"stream": True, "n": 30}).encode()
+    with ThreadPoolExecutor(2) as pool, socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as unread:
+        unread.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        time.sleep(1)  # fill the buffers of the one who reads nothing
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
         streamed = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
-        while server.report()["running"] < 2:
+        while server.report()["running"] < 32:
             time.sleep(0.01)
         began = time.monotonic()
         assert server.stop(number) == 0, server.log
