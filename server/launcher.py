@@ -115,9 +115,15 @@ async def _serve(
 
 
 async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
-    server = _HttpServer(
-        uvicorn.Config(create_app(frontend), log_config=None, access_log=False, lifespan="off", server_header=False, **timeouts)
+    config = uvicorn.Config(
+        create_app(frontend),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=2,  # for clients that do not read their answers
     )
+    server = _HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.shield(serving)
