@@ -37,7 +37,7 @@ PROBLEMS = json.loads((Path(__file__).parent / "word_problems.json").read_text()
 FEW_SHOT_PREFIX = "Solve each problem step by step and end with the result after four number signs.\n\n" + "".join(
     f"Question: {worked['question']}\nAnswer: {worked['answer']}\n\n" for worked in PROBLEMS["worked"]
 )
-COMPARED = 16
+COMPARED = 8
 """Questions that are asked again without the cache."""
 CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 COUNTERS = ("requests", "prompt_tokens", "hit_tokens", "computed_tokens")
