@@ -202,3 +202,18 @@ def test_under_python_m_bench_the_root_shadows_neither_transformers_nor_radixkv(
     )
     run = run_from_root("-c", code)
     assert run.returncode == 0, run.stderr
+
+
+def test_the_local_benchmark_explains_its_own_options_and_those_of_the_server() -> None:
+    shown = run_from_root("-m", "bench", "local", "--help")
+    assert shown.returncode == 0
+    assert "options of radixkv serve" in shown.stdout
+    assert "--concurrency" in shown.stdout
+
+
+@pytest.mark.full
+def test_a_server_that_cannot_start_fails_the_local_benchmark_with_its_words() -> None:
+    run = run_from_root("-m", "bench", "local", "--workload", "unique", "--", "--model", "/no/such/model")
+    assert run.returncode == 1
+    assert "did not come up" in run.stderr
+    assert "/no/such/model" in run.stderr
