@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -165,13 +166,15 @@ async def _bench(
 
 
 def print_table(model: str, runs: Sequence[Run], console: Console) -> None:
-    """One line a run."""
+    """One line for each pass over a workload."""
     headings = ("wall s", "req/s", "out tok/s", "TTFT p50 ms", "p90", "ITL p50 ms", "p99", "cached", "errors")
-    table = Table("workload", *(Column(heading, justify="right") for heading in headings), title=model)
+    table = Table("workload", "pass", *(Column(heading, justify="right") for heading in headings), title=model)
+    passes: Counter[str] = Counter()
     for run in runs:
+        passes[run.workload] += 1
         f = run.figures()
         table.add_row(
-            run.workload,
+            run.workload, str(passes[run.workload]),
             f"{f['wall_s']:.2f}", f"{f['requests_per_s']:.2f}", f"{f['output_tokens_per_s']:.1f}",
             *("-" if f[key] is None else f"{f[key] * 1000:.0f}" for key in ("ttft_p50", "ttft_p90", "itl_p50", "itl_p99")),  # type: ignore[operator]
             "-" if f["cached_share"] is None else f"{f['cached_share']:.1%}", f"{f['errors']}",
