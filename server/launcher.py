@@ -52,9 +52,9 @@ def serve(
     Port 0 takes any free one.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    # What can go wrong at once goes wrong here, before the model is fetched or loaded.
     if zmq is not None:
         check_endpoint(zmq)
-    # Whatever can go wrong at once goes wrong before the model is loaded.
     with _bind(host, port) as listener:
         source = resolve_model(config.model)
         load_model_config(source)
@@ -86,6 +86,9 @@ async def _serve(
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         context = stack.enter_context(zmq.asyncio.Context())
+        door = None if zmq_endpoint is None else ZmqDoor(context, zmq_endpoint)
+        if door is not None:
+            stack.callback(door.close)
         supervisor = Supervisor(context, config, worker_command)
         stack.push_async_callback(supervisor.stop)
         with console.status(f"Loading {config.model}"):
@@ -104,10 +107,8 @@ async def _serve(
             group.create_task(supervisor.run(frontend, worker, stats))
             address = _address(listener)
             group.create_task(_serve_http(frontend, listener))
-            if zmq_endpoint is not None:
-                door = ZmqDoor(context, frontend, zmq_endpoint)
-                stack.callback(door.close)
-                group.create_task(door.run())
+            if door is not None:
+                group.create_task(door.run(frontend))
                 address += f" and {door.endpoint}"
             took = f"{time.monotonic() - began:.1f} s"
             console.print(f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens", soft_wrap=True)
@@ -201,7 +202,12 @@ class Supervisor:
             self._worker = worker = WorkerProcess(process, client)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-            return worker, await worker.ready()
+            try:
+                return worker, await worker.ready()
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()  # while it loads it would not see that its standard input closes, and has nothing to lose
+                raise
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -54,12 +54,11 @@ MAX_OPEN = 1024
 
 
 class ZmqDoor:
-    """Serves ``endpoint`` until closed."""
+    """Serves an endpoint from ``run`` on; what comes before that waits."""
 
-    def __init__(self, context: zmq.asyncio.Context, frontend: Frontend, endpoint: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         """Bind.  Raises ``ValueError`` for an endpoint that must not be served, ``OSError`` for one that can't be."""
         check_endpoint(endpoint)
-        self._frontend = frontend
         self._parse: Parser[ToFrontend] = Parser(ToFrontend)
         self._tasks: dict[bytes, dict[str, asyncio.Task[None]]] = {}
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
@@ -80,14 +79,14 @@ class ZmqDoor:
             raise OSError(error.errno, f"zmq endpoint {endpoint} can't be served: {error.strerror}") from None
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    async def run(self) -> None:
+    async def run(self, frontend: Frontend) -> None:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_alive())
             while True:
                 client, *received = await self._socket.recv_multipart()
                 try:
-                    self._handle(client, self._parse(received), group)
+                    self._handle(frontend, client, self._parse(received), group)
                 except ServerError as error:
                     self._send(client, Failed.of(error, id_of(received)))
 
@@ -97,7 +96,7 @@ class ZmqDoor:
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
-    def _handle(self, client: bytes, message: ToFrontend, group: asyncio.TaskGroup) -> None:
+    def _handle(self, frontend: Frontend, client: bytes, message: ToFrontend, group: asyncio.TaskGroup) -> None:
         tasks = self._tasks.get(client, {})
         if isinstance(message, Cancel):
             if task := tasks.get(message.id):
@@ -109,7 +108,7 @@ class ZmqDoor:
             raise InvalidRequest(f"id {message.id!r} must not be that of an open request", param="id")
         if len(tasks) >= MAX_OPEN:
             raise InvalidRequest(f"open requests must be at most {MAX_OPEN} for one client")
-        task = group.create_task(self._serve(client, message))
+        task = group.create_task(self._serve(frontend, client, message))
         self._tasks.setdefault(client, tasks)[message.id] = task
         # Not in the task itself: one that is cancelled before it starts runs none of its code.
         task.add_done_callback(lambda _: self._forget(client, message.id))
@@ -120,15 +119,15 @@ class ZmqDoor:
         if not tasks:
             del self._tasks[client]
 
-    async def _serve(self, client: bytes, message: Submit | GetStats | ResetCache) -> None:
+    async def _serve(self, frontend: Frontend, client: bytes, message: Submit | GetStats | ResetCache) -> None:
         try:
             match message:
                 case Submit():
-                    await self._generate(client, message)
+                    await self._generate(frontend, client, message)
                 case GetStats():
-                    self._send(client, Stats(id=message.id, stats=await self._frontend.stats()))
+                    self._send(client, Stats(id=message.id, stats=await frontend.stats()))
                 case ResetCache():
-                    await self._frontend.reset_cache()
+                    await frontend.reset_cache()
                     self._send(client, Done(id=message.id))
         except ServerError as error:
             self._send(client, Failed.of(error, message.id))
@@ -143,8 +142,8 @@ class ZmqDoor:
             if not tasks:
                 del self._tasks[client]
 
-    async def _generate(self, client: bytes, message: Submit) -> None:
-        generation = await self._frontend.submit(
+    async def _generate(self, frontend: Frontend, client: bytes, message: Submit) -> None:
+        generation = await frontend.submit(
             None if message.prompt is None else [message.prompt],
             message.params,
             messages=message.messages,

@@ -18,6 +18,7 @@ import pytest
 HERE = Path(__file__).parent
 SERVE = """
 import json, sys
+sys.modules["torch"] = None  # a frontend has no need of torch, whose import takes seconds
 from radixkv.config import EngineConfig
 from radixkv.server.launcher import serve
 arguments = json.loads(sys.argv[1])

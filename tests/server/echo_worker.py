@@ -25,6 +25,8 @@ class EchoEngine:
     def __init__(self, config: EngineConfig) -> None:
         if config.policy == "fcfs":  # lets a test see a worker that can't start
             raise ValueError("model folder lacks everything")
+        if config.policy == "dfs-weight":  # or one that takes its time
+            time.sleep(60)
         self._config = config
         self._running: dict[str, tuple[list[int], SamplingParams, int, int]] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()

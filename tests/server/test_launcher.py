@@ -37,7 +37,7 @@ def is_running() -> Any:
     return check
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)], ids=str)
 def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
     start_server: Any, is_running: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -106,11 +106,15 @@ def test_a_worker_that_dies_fails_its_requests_at_once_and_is_replaced(start_ser
     assert os.listdir(server.folder) == ["log"]
 
 
-def test_a_port_that_is_taken_is_reported_before_anything_is_loaded(start_server: Any) -> None:
+@pytest.mark.parametrize("door", ["http", "zmq"])
+def test_a_port_that_is_taken_is_reported_before_anything_is_loaded(start_server: Any, door: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = start_server(port=taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        server = start_server(port=port) if door == "http" else start_server(zmq=f"tcp://127.0.0.1:{port}")
         assert server.process.wait(60) == 1
-    assert "can't listen on 127.0.0.1 port" in server.log
+    assert str(port) in server.log
+    assert "Address already in use" in server.log
+    assert "Loaded" not in server.log
     assert "Traceback" not in server.log
 
 
@@ -127,3 +131,15 @@ def test_a_worker_that_cannot_load_its_model_ends_the_server_with_its_reason(sta
     assert "model folder lacks everything" in server.log
     assert "Traceback" not in server.log
     assert os.listdir(server.folder) == ["log"]
+
+
+def test_a_signal_while_the_model_loads_leaves_nothing_either(start_server: Any, is_running: Any) -> None:
+    server = start_server(config={"policy": "dfs-weight"})
+    while not server.worker_pids:
+        time.sleep(0.05)
+    (worker,) = server.worker_pids
+    time.sleep(1)
+    assert server.stop(signal.SIGINT) == 0, server.log
+    wait_gone(worker, is_running)
+    assert os.listdir(server.folder) == ["log"]
+    assert "Traceback" not in server.log
