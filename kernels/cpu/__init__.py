@@ -52,10 +52,9 @@ def allocate_kv(
     tile = min(block_size, _TILE)
     pairs = (2,) if dtype is torch.bfloat16 else ()
     k_shape = (num_blocks, num_kv_heads, block_size // tile, head_dim // (2 if pairs else 1), tile, *pairs)
-    v_shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    if pairs and block_size > 1:
-        v_shape = (num_blocks, num_kv_heads, block_size // 2, head_dim, 2)  # type: ignore[assignment]
-    return torch.zeros(k_shape, dtype=dtype, device=device), torch.zeros(v_shape, dtype=dtype, device=device)
+    in_pair = pairs if block_size > 1 else ()
+    v_shape = (num_blocks, num_kv_heads, block_size // (2 if in_pair else 1), head_dim, *in_pair)
+    return _empty(k_shape, dtype).zero_(), _empty(v_shape, dtype).zero_()
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Tensor, Tensor | None]:
@@ -65,7 +64,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Ten
     outputs, inputs = weight.shape
     half = weight.dtype is torch.bfloat16
     tiles = -(-outputs // _TILE)
-    packed = torch.empty(tiles * _TILE * (inputs + (inputs % 2 if half else 0)), dtype=weight.dtype)
+    packed = _empty((tiles * _TILE * (inputs + (inputs % 2 if half else 0)),), weight.dtype)
     padded_bias = torch.zeros(tiles * _TILE)
     if bias is not None:
         padded_bias[:outputs] = bias
@@ -184,6 +183,13 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:
         k_cache.data_ptr(), v_cache.data_ptr(), copies.contiguous().data_ptr(), copies.shape[0], k_cache.shape[1],
         k_cache.shape[3] * (2 if pairs else 1), k_cache.shape[2] * k_cache.shape[4], pairs,
     )  # fmt: skip
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Untouched memory, in huge pages where the system grants them."""
+    memory = torch.empty(shape, dtype=dtype)
+    library().radixkv_advise_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory
 
 
 def _is_tiled(k_cache: Tensor) -> bool:

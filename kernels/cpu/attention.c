@@ -14,9 +14,6 @@
 
 #define CHUNK_TILES (CHUNK / TILE)
 
-/* Scores are kept times log2(e), so that exponentials are powers of two. */
-#define LOG2E 0x1.715476p+0f
-
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
     float *q, *total, *total_largest, *total_sum;
     float *values, *scores, *largest, *sum;
@@ -205,7 +202,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
 
 static void load_queries(const struct attention *a, const struct tile *tile, long head, float *q) {
     long dim = a->layout.dim;
-    vf scale = vset(a->scale * LOG2E);
+    vf scale = vset(a->scale * LOG2E); /* so that exponentials are powers of two */
     for (long row = 0; row < tile->count * a->group; row++) {
         long from = a->queries[tile->first + row / a->group].token * a->q_row + (head * a->group + row % a->group) * dim, d = 0;
         for (; d + VL <= dim; d += VL) vstore(q + row * dim + d, load_as_float(a->q, from + d, a->layout.half) * scale);

@@ -30,6 +30,7 @@ COMPILE_TIMEOUT = 300  # seconds
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
+    "radixkv_advise_huge_pages": [_POINTER, _LONG],
     "radixkv_pack_weight": [_POINTER] * 2 + [_LONG] * 2 + [_INT],
     "radixkv_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "radixkv_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT] + [_INT] * 2,

@@ -74,8 +74,8 @@ void radixkv_rms_norm(const void *x, void *residual, const void *weight, void *o
 }
 
 INLINE vf silu(vf x) {
-    vf e = vexp2(vselect(x < -87.0f, vset(126.0f), x * vset(-0x1.715476p+0f))); /* below, the quotient rounds to a negligible number */
-    return x / (vset(1.0f) + e);
+    vf bounded = vselect(x < -87.0f, vset(-87.0f), vselect(x > 87.0f, vset(87.0f), x));
+    return vselect(x < -87.0f, vset(0), x / (vset(1.0f) + vexp(-bounded))); /* e^87 is nearly as large as float32 gets */
 }
 
 INLINE void silu_mul_row(const void *gate, const void *up, void *out, long dim, int half) {

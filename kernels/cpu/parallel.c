@@ -2,6 +2,7 @@
 
 #include <omp.h>
 #include <pthread.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -36,4 +37,14 @@ void *scratch(size_t bytes) {
         pthread_setspecific(arena_key, arena);
     }
     return (char *)arena + 64;
+}
+
+void radixkv_advise_huge_pages(void *start, long bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 1 << 21;
+    uintptr_t from = ((uintptr_t)start + page - 1) & ~(page - 1), to = ((uintptr_t)start + bytes) & ~(page - 1);
+    if (from < to) madvise((void *)from, to - from, MADV_HUGEPAGE); /* only advice: failing costs a little speed */
+#else
+    (void)start, (void)bytes;
+#endif
 }

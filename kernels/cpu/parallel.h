@@ -1,4 +1,4 @@
-/* Work items shared by threads, and scratch memory that outlives a call. */
+/* Work items shared by threads, and memory for them. */
 #pragma once
 #include <stddef.h>
 
@@ -9,3 +9,6 @@ void parallel_for(long items, int threads, item_fn fn, void *context);
 
 /* At least `bytes` of memory aligned to 64 bytes, kept by the calling thread until its next call or its end. */
 void *scratch(size_t bytes);
+
+/* Asks for huge pages where [start, start + bytes) is still untouched: K/V is read a page here and a page there. */
+void radixkv_advise_huge_pages(void *start, long bytes);

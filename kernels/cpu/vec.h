@@ -100,13 +100,9 @@ INLINE float vmax_lanes(vf v) {
     return v[0];
 }
 
-/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126; NaN stays NaN.  Split x = n + f with |f| <= 1/2 by adding 1.5 * 2^23, whose low bits
-   then hold n; 2^f by a minimax polynomial of degree 6 (relative error 2^-29 before rounding). */
-INLINE vf vexp2(vf x) {
-    const vf magic = vset(12582912.0f);
-    vi tiny = x < -126.0f;
-    x = vselect(tiny, vset(-126.0f), x);
-    vf shifted = x + magic, f = x - (shifted - magic);
+/* 2^(n + f) for |f| <= 1/2 and shifted = n + 1.5 * 2^23, whose low bits hold n: 2^f by a minimax polynomial of degree 6 (relative
+   error 2^-29 before rounding). */
+INLINE vf vexp2_parts(vf shifted, vf f) {
     vf p = vset(0x1.41d334p-13f);
     p = vfma(p, f, vset(0x1.5f456ap-10f));
     p = vfma(p, f, vset(0x1.3b2dbcp-7f));
@@ -114,5 +110,24 @@ INLINE vf vexp2(vf x) {
     p = vfma(p, f, vset(0x1.ebfbdap-3f));
     p = vfma(p, f, vset(0x1.62e430p-1f));
     p = vfma(p, f, vset(1.0f));
-    return (vf)(((vi)p + ((vi)shifted << 23)) & ~tiny);
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+#define SHIFT 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer */
+#define LOG2E 0x1.715476p+0f
+#define LOG2E_REST 0x1.4ae0c0p-26f
+
+/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126; NaN stays NaN. */
+INLINE vf vexp2(vf x) {
+    vi tiny = x < -126.0f;
+    x = vselect(tiny, vset(-126.0f), x);
+    vf shifted = x + vset(SHIFT);
+    return (vf)((vi)vexp2_parts(shifted, x - (shifted - vset(SHIFT))) & ~tiny);
+}
+
+/* e^x for |x| <= 87, within 2 ulp. */
+INLINE vf vexp(vf x) {
+    vf shifted = vfma(x, vset(LOG2E), vset(SHIFT));
+    vf f = vfma(x, vset(LOG2E), vset(SHIFT) - shifted);
+    return vexp2_parts(shifted, vfma(x, vset(LOG2E_REST), f));
 }

@@ -1,0 +1,296 @@
+"""Paged attention, K/V writes and block copies of the CPU backend, native and in torch.
+
+The oracle is the reference in float64.  Rows of the cache that hold no token are NaN and unused block-table entries are out
+of range, so that reading one shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixkv.kernels import AttentionMetadata, cpu, reference
+
+CPU = torch.device("cpu")
+# Values are about 1: float32 rounding of scores and sums, or one rounding of the result (and of the weights, in float16 torch).
+ATOL = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+UNUSED = 2**30
+
+
+CASES = ["native-float32", "native-bfloat16", "torch-float32", "torch-bfloat16", "torch-float16"]
+
+
+@pytest.fixture(params=CASES)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Each dtype, computed by the C kernels or, without them, by torch."""
+    kind, name = request.param.split("-")
+    if kind == "torch":
+        monkeypatch.setattr(cpu, "is_native", lambda dtype: False)
+    elif not cpu.is_native(torch.float32):
+        pytest.skip("no C compiler here")
+    result: torch.dtype = getattr(torch, name)
+    return result
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Sequences:
+    """Dense q, k, v of several sequences ``[length, heads, dim]``; any of their queries can be asked for in any batch."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+
+    @classmethod
+    def random(cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, shared: int = 0) -> Sequences:
+        generator = torch.Generator().manual_seed(sum(lengths) + heads * dim)
+
+        def one(length: int, count: int) -> Tensor:
+            return torch.randn(length, count, dim, generator=generator).to(dtype)
+
+        result = cls([one(n, heads) for n in lengths], [one(n, kv_heads) for n in lengths], [one(n, kv_heads) for n in lengths])
+        for s in range(1, len(lengths)):
+            for x in (result.k, result.v):
+                x[s][:shared] = x[0][: min(shared, lengths[s])]
+        return result
+
+    def attend(
+        self, block_size: int, spans: Sequence[tuple[int, int, int]], shared: int = 0, wide: bool = False, seed: int = 0
+    ) -> list[Tensor]:
+        """Attention of queries ``first .. end - 1`` of sequence s, for each span (s, first, end), in one batch.
+
+        ``wide`` computes it in the reference and in float64.  The first ``shared`` tokens lie in the same blocks for all.
+        """
+        backend = reference if wide else cpu
+        dtype = torch.float64 if wide else self.q[0].dtype
+        kv_heads, dim = self.k[0].shape[1:]
+        common = shared // block_size
+        counts = [-(-end // block_size) for _, _, end in spans]
+        num_blocks = common + sum(max(0, count - common) for count in counts) + 2
+        ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
+        tables = torch.full((len(spans), max(counts) + 1), UNUSED, dtype=torch.int32)
+        used = common
+        for i, count in enumerate(counts):
+            own = max(0, count - common)
+            tables[i, : min(count, common)] = ids[: min(count, common)]
+            tables[i, min(count, common) : count] = ids[used : used + own]
+            used += own
+        k_cache, v_cache = backend.allocate_kv(num_blocks, block_size, kv_heads, dim, dtype, CPU)
+        k_cache.fill_(float("nan"))
+        v_cache.fill_(float("nan"))
+        for i, (s, _, end) in enumerate(spans):
+            positions = torch.arange(end)
+            slots = tables[i, positions // block_size].long() * block_size + positions % block_size
+            backend.write_kv(self.k[s][:end].to(dtype), self.v[s][:end].to(dtype), k_cache, v_cache, slots)
+        query_lens = [end - first for _, first, end in spans]
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        lengths = torch.tensor([end for _, _, end in spans], dtype=torch.int32)
+        q = torch.cat([self.q[s][first:end] for s, first, end in spans]).to(dtype)
+        unused = torch.empty(0, dtype=torch.int64)
+        metadata = AttentionMetadata(starts, lengths, tables, unused, unused, max(query_lens), max(end for _, _, end in spans))
+        out = backend.paged_attention(q, k_cache, v_cache, metadata, dim**-0.5)
+        assert out.dtype is dtype
+        return list(out.split(query_lens))
+
+
+def assert_right(sequences: Sequences, block_size: int, spans: Sequence[tuple[int, int, int]], shared: int = 0) -> None:
+    got = sequences.attend(block_size, spans, shared)
+    expected = sequences.attend(block_size, spans, shared, wide=True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=ATOL[a.dtype])
+
+
+MIXED = [(0, 0, 1), (1, 129, 130), (2, 63, 64), (3, 295, 300), (4, 130, 200), (5, 0, 33), (6, 64, 65)]
+MIXED_LENGTHS = [end for _, _, end in MIXED]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (16, 1, 128), (2, 1, 256), (6, 2, 72)])
+def test_mixed_batches_agree_with_float64(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    assert_right(Sequences.random(MIXED_LENGTHS, heads, kv_heads, dim, dtype), 16, MIXED)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 32, 128])
+def test_every_block_size_agrees_with_float64(dtype: torch.dtype, block_size: int) -> None:
+    assert_right(Sequences.random(MIXED_LENGTHS, 6, 2, 64, dtype), block_size, MIXED)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dim", [16, 24, 33, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 64])
+def test_the_whole_grid_agrees_with_float64(dtype: torch.dtype, dim: int, group: int) -> None:
+    sequences = Sequences.random(MIXED_LENGTHS, 2 * group, 2, dim, dtype)
+    for block_size in (1, 8, 16, 64, 128):
+        assert_right(sequences, block_size, MIXED)
+
+
+def test_sequences_that_share_blocks_agree_with_float64(dtype: torch.dtype) -> None:
+    lengths = [200, 150, 129, 300, 128, 131, 64, 70]
+    sequences = Sequences.random(lengths, 9, 3, 64, dtype, shared=128)
+    for shared in (0, 16, 64, 128):
+        assert_right(sequences, 16, [(s, n - 1, n) for s, n in enumerate(lengths)], shared)
+    assert_right(sequences, 16, [(s, n - 1 - s, n) for s, n in enumerate(lengths)], shared=128)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_rest(dtype: torch.dtype) -> None:
+    sequences = Sequences.random([150], 2, 1, 64, dtype)
+    sequences.q[0] *= 30
+    sequences.k[0] *= 30
+    got, expected = (sequences.attend(16, [(0, 100, 150)], wide=wide)[0] for wide in (False, True))
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-3 + ATOL[dtype])  # scores of thousands, rounded to 2e-4
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(9, 3, 64), pytest.param(8, 8, 80, marks=pytest.mark.full), pytest.param(16, 1, 128, marks=pytest.mark.full)],
+)
+def test_a_querys_bits_depend_on_its_own_tokens_only(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    """Alone or in a batch, as a decode or in prefill chunks of any size, sharing blocks or not, wherever its blocks lie."""
+    length, shared = 210, 128
+    lengths = [length, 333, 140, 200]
+    sequences = Sequences.random(lengths, heads, kv_heads, dim, dtype, shared)
+    whole = sequences.attend(16, [(0, 0, length)])[0]
+
+    def check(parts: list[Tensor], first: int) -> None:
+        got = torch.cat(parts)
+        assert torch.equal(got, whole[first : first + len(got)])
+
+    for chunk in (7, 16, 50, 64, 100):
+        check([sequences.attend(16, [(0, at, min(at + chunk, length))], seed=1)[0] for at in range(0, length, chunk)], 0)
+    for at in (0, 1, 15, 62, 63, 64, 127, 128, 191, 209):
+        check(sequences.attend(16, [(0, at, at + 1)], seed=2), at)
+    others = [(1, 332, 333), (2, 60, 140), (3, 195, 200), (1, 0, 45)]
+    check(sequences.attend(16, [*others, (0, 209, 210)])[-1:], 209)
+    check(sequences.attend(16, [(0, 150, 210), *others])[:1], 150)
+    decodes = [(s, n - 1, n) for s, n in enumerate(lengths)]
+    for share in (0, 64, 128):
+        check(sequences.attend(16, decodes, share)[:1], 209)
+        check(sequences.attend(16, [*decodes[1:], (0, 205, 210)], share)[-1:], 205)
+
+
+def test_the_block_size_changes_no_bit(dtype: torch.dtype) -> None:
+    sequences = Sequences.random(MIXED_LENGTHS, 6, 2, 64, dtype)
+    expected = torch.cat(sequences.attend(16, MIXED))
+    for block_size in (1, 2, 8, 32, 128):
+        assert torch.equal(torch.cat(sequences.attend(block_size, MIXED)), expected), block_size
+
+
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: None) -> None:
+    sequences = Sequences.random([1500, 700, 650, 640], 6, 2, 64, dtype, shared=640)
+    batches = [[(0, 1499, 1500)], [(0, 1400, 1500), (1, 699, 700)], [(1, 699, 700), (2, 649, 650), (3, 639, 640)]]
+    for batch in batches:
+        results = []
+        for count in (1, 2, 3, 16):
+            torch.set_num_threads(count)
+            results.append(torch.cat(sequences.attend(16, batch, shared=576)))
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_rows_that_no_sequence_owns_are_zero(dtype: torch.dtype) -> None:
+    k_cache, v_cache = cpu.allocate_kv(4, 16, 1, 64, dtype, CPU)
+    slots = torch.arange(5)
+    kv = torch.randn(5, 1, 64).to(dtype)
+    cpu.write_kv(kv, kv, k_cache, v_cache, slots)
+    metadata = AttentionMetadata(
+        torch.tensor([0, 1, 3, 3], dtype=torch.int32), torch.tensor([5, 0, 5], dtype=torch.int32),
+        torch.zeros(3, 1, dtype=torch.int32), slots, slots, 1, 5,
+    )  # fmt: skip
+    q = torch.randn(6, 2, 64).to(dtype)
+    out = cpu.paged_attention(q, k_cache, v_cache, metadata, 0.125)
+    assert out[0].abs().sum() > 0
+    assert (out[1:] == 0).all()
+
+
+def test_queries_may_be_a_view_of_a_fused_tensor(dtype: torch.dtype) -> None:
+    sequences = Sequences.random([100], 9, 3, 64, dtype)
+    expected = sequences.attend(16, [(0, 60, 100)])[0]
+    qkv = torch.full((100, 15 * 64), float("nan"), dtype=dtype)
+    qkv[:, : 9 * 64] = sequences.q[0].flatten(1)
+    sequences.q[0] = qkv[:, : 9 * 64].view(100, 9, 64)
+    k_cache, v_cache = cpu.allocate_kv(7, 16, 3, 64, dtype, CPU)
+    fused_kv = torch.cat((sequences.k[0], sequences.v[0]), 1)
+    cpu.write_kv(fused_kv[:, :3], fused_kv[:, 3:], k_cache, v_cache, torch.arange(100))
+    metadata = AttentionMetadata(
+        torch.tensor([0, 40], dtype=torch.int32), torch.tensor([100], dtype=torch.int32),
+        torch.arange(7, dtype=torch.int32)[None], torch.empty(0), torch.empty(0), 40, 100,
+    )  # fmt: skip
+    assert torch.equal(cpu.paged_attention(sequences.q[0][60:], k_cache, v_cache, metadata, 0.125), expected)
+
+
+def read_cache(k_cache: Tensor, v_cache: Tensor, block_size: int, dim: int) -> tuple[Tensor, Tensor]:
+    """K and V as the reference lays them out, ``[blocks, block_size, heads, dim]``."""
+    blocks = k_cache.shape[0]
+    if k_cache.dim() == 4:
+        return k_cache.clone(), v_cache.clone()
+    if k_cache.dim() == 6:  # pairs of dimensions beside each token
+        k_cache = k_cache.transpose(4, 5).flatten(3, 4)
+    if v_cache.dim() == 5:  # pairs of tokens beside each dimension
+        v_cache = v_cache.transpose(3, 4)
+    heads = k_cache.shape[1]
+    k = k_cache.transpose(3, 4).reshape(blocks, heads, block_size, dim).transpose(1, 2).clone()
+    return k, v_cache.reshape(blocks, heads, block_size, dim).transpose(1, 2).clone()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 64])
+def test_writes_land_in_their_slots_and_a_slot_of_minus_one_writes_nothing(dtype: torch.dtype, block_size: int) -> None:
+    blocks, heads, dim, tokens = 256 // block_size, 3, 40, 100
+    ours, theirs = (b.allocate_kv(blocks, block_size, heads, dim, dtype, CPU) for b in (cpu, reference))
+    generator = torch.Generator().manual_seed(block_size)
+    k, v = (torch.randn(tokens, heads, dim, generator=generator).to(dtype) for _ in range(2))
+    slots = torch.randperm(256, generator=generator)[:tokens]
+    slots[::3] = -1
+    cpu.write_kv(k, v, *ours, slots)
+    reference.write_kv(k, v, *theirs, slots)
+    for got, expected in zip(read_cache(ours[0], ours[1], block_size, dim), theirs, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+def test_copies_take_the_leading_rows_in_order_and_touch_nothing_else(dtype: torch.dtype, block_size: int) -> None:
+    blocks, heads, dim = 8, 2, 40
+    ours, theirs = (b.allocate_kv(blocks, block_size, heads, dim, dtype, CPU) for b in (cpu, reference))
+    k, v = (torch.randn(blocks * block_size, heads, dim).to(dtype) for _ in range(2))
+    slots = torch.arange(blocks * block_size)
+    cpu.write_kv(k, v, *ours, slots)
+    reference.write_kv(k, v, *theirs, slots)
+    copies = torch.tensor(
+        [(0, 1, block_size), (1, 2, max(1, block_size // 2)), (2, 3, 1), (4, 5, max(1, block_size - 1)), (6, 7, 0)]
+    )
+    cpu.copy_blocks(*ours, copies)
+    reference.copy_blocks(*theirs, copies)
+    for got, expected in zip(read_cache(ours[0], ours[1], block_size, dim), theirs, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_fresh_cache_is_zero(dtype: torch.dtype) -> None:
+    for cache in cpu.allocate_kv(50, 16, 3, 64, dtype, CPU):
+        assert cache.shape[0] == 50
+        assert cache.numel() == 50 * 16 * 3 * 64
+        assert (cache == 0).all()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+@pytest.mark.parametrize("vector_bytes", [16, 32, 64])
+def test_every_vector_width_agrees_with_float64(vector_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler splits vectors that are wider than this CPU's, so the code of every width runs anywhere."""
+    lib = cpu.build.load(cpu.build.build((f"-DVBYTES={vector_bytes}",)))
+    monkeypatch.setattr(cpu, "library", lambda: lib)
+    for dtype in (torch.float32, torch.bfloat16):
+        for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 80), (16, 1, 128), (6, 2, 72)):
+            assert_right(Sequences.random(MIXED_LENGTHS, heads, kv_heads, dim, dtype), 16, MIXED)
+        for rows in (*range(1, 15), 150):
+            x, weight = torch.randn(rows, 601).to(dtype), torch.randn(203, 601).to(dtype)
+            got = cpu.linear(x, cpu.pack_linear(weight, None)).double()
+            torch.testing.assert_close(got, x.double() @ weight.double().T, rtol=2**-7, atol=1e-3)
+        gate_up = torch.randn(5, 2 * 77).to(dtype)
+        torch.testing.assert_close(cpu.silu_mul(gate_up).double(), reference.silu_mul(gate_up.double()), rtol=2**-6, atol=1e-5)
