@@ -136,11 +136,6 @@ class ZmqDoor:
             self._send(
                 client, Failed(id=message.id, kind="internal", message="the server failed on this request; its log says how")
             )
-        finally:
-            tasks = self._tasks[client]
-            del tasks[message.id]
-            if not tasks:
-                del self._tasks[client]
 
     async def _generate(self, frontend: Frontend, client: bytes, message: Submit) -> None:
         generation = await frontend.submit(

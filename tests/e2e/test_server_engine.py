@@ -41,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Any]:
     with SUPPORT["starting"](model) as start:
-        yield start(config=CONFIG, zmq="tcp://127.0.0.1:*", worker_command=WORKER_COMMAND).wait_ready()
+        server = start(config=CONFIG, zmq="tcp://127.0.0.1:*", worker_command=WORKER_COMMAND).wait_ready()
+        yield server
+        assert "Traceback" not in server.log
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,7 @@ def test_a_prompt_that_fills_the_context_is_served_and_one_token_more_is_refused
     assert f"prompt must be at most {longest - 1} tokens" in response.json()["error"]["message"]
 
 
+@pytest.mark.full
 def test_after_the_worker_is_killed_the_next_one_gives_the_same_answers(server: Any, llm: LLM) -> None:
     (worker,) = server.worker_pids
     with ThreadPoolExecutor(1) as pool:

@@ -133,4 +133,6 @@ def start_server(model_folder: Path) -> Iterator[StartServer]:
 def server(model_folder: Path) -> Iterator[Server]:
     """One server for all tests that leave it as it was."""
     with starting(model_folder) as start:
-        yield start(zmq="tcp://127.0.0.1:*").wait_ready()
+        server = start(zmq="tcp://127.0.0.1:*").wait_ready()
+        yield server
+        assert "Traceback" not in server.log

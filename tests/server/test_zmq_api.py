@@ -17,7 +17,7 @@ import zmq
 from radixkv.sampling_params import SamplingParams
 from radixkv.server.client import AsyncClient, Client
 from radixkv.server.errors import InvalidRequest, Unavailable, UnknownModel
-from radixkv.server.messages import HEADER, Failed, Parser, Submit, ToClient, frames
+from radixkv.server.messages import HEADER, Cancel, Chunk, Failed, Parser, Submit, ToClient, frames
 from radixkv.server.zmq_api import check_endpoint
 
 PROMPT = "the quick brown fox, grüße 🙂 日本語"
@@ -46,6 +46,11 @@ def dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
 def reply(dealer: zmq.Socket[bytes]) -> Any:
     assert dealer.poll(5000), "no answer"
     return Parser[Any](ToClient)(dealer.recv_multipart())
+
+
+def reply_or_none(dealer: zmq.Socket[bytes]) -> Any:
+    """None once nothing came for a while."""
+    return reply(dealer) if dealer.poll(50) else None
 
 
 def test_a_text_is_continued_whole_or_streamed(client: Client, tiny_model: dict[str, Any]) -> None:
@@ -203,6 +208,16 @@ def test_the_id_of_an_open_request_is_refused(dealer: zmq.Socket[bytes], server:
     while not isinstance(answer := reply(dealer), Failed):
         pass
     assert "id '1' must not be that of an open request" in answer.message
+
+
+def test_an_id_is_free_again_once_its_request_is_cancelled(dealer: zmq.Socket[bytes], server: Any) -> None:
+    for _ in range(20):  # in the same breath: some are cancelled before they have begun
+        dealer.send_multipart(frames(Submit(id="1", prompt="abc", params=LONG)))
+        dealer.send_multipart(frames(Cancel(id="1")))
+        while isinstance(answer := reply_or_none(dealer), Chunk):
+            pass
+        assert answer is None
+    server.wait_idle()
 
 
 def test_a_message_too_large_costs_its_sender_the_connection_and_nobody_else(endpoint: str, client: Client) -> None:
