@@ -70,10 +70,6 @@ class Frontend:
             raise Unavailable(self._unavailable.message)
         return self._worker
 
-    @property
-    def ready(self) -> bool:
-        return self._worker is not None
-
     # --- requests ---
 
     async def submit(
