@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import shutil
 import signal
 import socket
 import sys
@@ -14,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -28,6 +27,7 @@ from radixkv.model.tokenizer import load_tokenizer
 from radixkv.server.errors import Unavailable
 from radixkv.server.frontend import Frontend
 from radixkv.server.http_api import create_app
+from radixkv.server.messages import Hello, Ready
 from radixkv.server.worker_client import WorkerClient
 from radixkv.server.zmq_api import ZmqDoor, check_endpoint
 
@@ -36,7 +36,10 @@ log = logging.getLogger("radixkv.server")
 WORKER_COMMAND = (sys.executable, "-P", "-m", "radixkv.server.worker")
 STOP_SECONDS = 5.0
 """What a worker gets to finish its step and close its engine before it is killed."""
+DRAIN_SECONDS = 2.0
+"""What clients get to read the end of their answers when the server stops."""
 MAX_RESTART_DELAY = 30.0
+M = TypeVar("M", Hello, Ready)
 
 
 def serve(
@@ -122,16 +125,18 @@ async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=2,  # for clients that do not read their answers
     )
     server = _HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
-        # What is still open gets its error and ends; then the server closes its connections itself.
+        # What is still open gets its error and ends; then the server closes its connections itself, but for those not read.
         frontend.detach(Unavailable("the server is shutting down"))
         server.should_exit = True
+        await asyncio.wait({serving}, timeout=DRAIN_SECONDS)
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
         await serving
         raise
 
@@ -149,20 +154,20 @@ class WorkerProcess:
     process: asyncio.subprocess.Process
     client: WorkerClient
 
-    async def ready(self) -> dict[str, Any]:
-        """Wait until it has loaded its model, and return the engine's stats.  Raises ``OSError`` with its reason if it can't."""
-        ready = asyncio.create_task(self.client.ready())
+    async def expect(self, kind: type[M]) -> M:
+        """Wait for a message that it sends while it starts.  Raises ``OSError`` with its reason if it fails instead."""
+        message = asyncio.create_task(self.client.expect(kind))
         died = asyncio.create_task(self.process.wait())
         try:
-            await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({ready}, timeout=1.0)  # its last words may still be on their way
-            if not ready.done():
+            await asyncio.wait({message, died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({message}, timeout=1.0)  # its last words may still be on their way
+            if not message.done():
                 raise OSError(f"the engine process {_how_it_ended(died.result())} while it loaded its model")
-            return ready.result().stats
+            return message.result()
         except Unavailable as error:
             raise OSError(error.message) from None
         finally:
-            ready.cancel()
+            message.cancel()
             died.cancel()
 
     async def stop(self) -> None:
@@ -190,26 +195,26 @@ class Supervisor:
     async def start(self) -> tuple[WorkerProcess, dict[str, Any]]:
         """Start a worker and wait until it is ready; its engine's stats come with it.  Raises ``OSError`` where it can't."""
         # The directory is closed to other users, and gone as soon as the worker has connected: no later crash can leave it behind.
-        directory = tempfile.mkdtemp(prefix="radixkv-")
+        directory = tempfile.TemporaryDirectory(prefix="radixkv-")
+        endpoint = f"ipc://{directory.name}/worker"
+        client = WorkerClient(self._context, endpoint)
+        process = None
         try:
-            endpoint = f"ipc://{directory}/worker"
-            client = WorkerClient(self._context, endpoint)
-            try:
-                process = await asyncio.create_subprocess_exec(*self._command, endpoint, stdin=asyncio.subprocess.PIPE)
-            except BaseException:
-                client.close(Unavailable("the engine process could not be started"))
-                raise
+            process = await asyncio.create_subprocess_exec(*self._command, endpoint, stdin=asyncio.subprocess.PIPE)
             self._worker = worker = WorkerProcess(process, client)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-            try:
-                return worker, await worker.ready()
-            except BaseException:
+            await worker.expect(Hello)
+            directory.cleanup()
+            return worker, (await worker.expect(Ready)).stats
+        except BaseException:
+            client.close(Unavailable("the engine process did not start"))
+            if process is not None:  # while it loads it would not see that its standard input closes, and has nothing to lose
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()  # while it loads it would not see that its standard input closes, and has nothing to lose
-                raise
+                    process.kill()
+            raise
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.cleanup()
 
     async def run(self, frontend: Frontend, worker: WorkerProcess, stats: dict[str, Any]) -> None:
         """Attach a started worker to ``frontend``, and each one that replaces it, until cancelled."""

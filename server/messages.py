@@ -90,10 +90,15 @@ class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     request_ids: list[str]
 
 
-class Ready(Message, frozen=True, kw_only=True, tag="ready"):
-    """The worker's first message: the model is loaded."""
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """The worker's first message: it has connected."""
 
     pid: int
+
+
+class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+    """The worker's second message: the model is loaded."""
+
     stats: dict[str, Any]
 
 
@@ -104,7 +109,7 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
 
 
 ToWorker = Generate | Abort | GetStats | ResetCache
-FromWorker = Ready | Tokens | Failed | Stats | Done
+FromWorker = Hello | Ready | Tokens | Failed | Stats | Done
 
 
 # --- client and frontend -----------------------------------------------------------------------------------------------------

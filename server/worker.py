@@ -26,6 +26,7 @@ from radixkv.server.messages import (
     FromWorker,
     Generate,
     GetStats,
+    Hello,
     Parser,
     Ready,
     ResetCache,
@@ -56,7 +57,7 @@ class Worker:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(STDIN, zmq.POLLIN)
-        self._send(Ready(pid=os.getpid(), stats=self._engine.stats()))
+        self._send(Ready(stats=self._engine.stats()))
         while True:
             events = dict(poller.poll(0 if self._engine.has_unfinished else None))
             if STDIN in events:
@@ -110,6 +111,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 500)
         socket.connect(sys.argv[1])
+        socket.send_multipart(frames(Hello(pid=os.getpid())))
         try:
             if make_engine is None:
                 from radixkv.engine import Engine

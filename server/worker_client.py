@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -20,6 +20,7 @@ from radixkv.server.messages import (
     FromWorker,
     Generate,
     GetStats,
+    Hello,
     Parser,
     Ready,
     ResetCache,
@@ -34,6 +35,7 @@ log = logging.getLogger("radixkv.server")
 
 Sink = Callable[[RequestOutput | ServerError], None]
 """Takes a request's outputs as they come; after one with a finish reason, or an error, no more."""
+M = TypeVar("M", Hello, Ready)
 CALL_TIMEOUT = 30.0
 """Seconds to wait for an answer that comes between two engine steps."""
 
@@ -52,12 +54,12 @@ class WorkerClient:
         self._calls: dict[str, asyncio.Future[Stats | Done]] = {}
         self._call_ids = map(str, itertools.count())
 
-    async def ready(self) -> Ready:
-        """Wait for the worker's first message; raise ``Unavailable`` with its reason where it couldn't load its model."""
+    async def expect(self, kind: type[M]) -> M:
+        """The next message, before ``run``; raises ``Unavailable`` with the worker's reason where it couldn't load its model."""
         message = self._parse(await self._socket.recv_multipart())
-        if isinstance(message, Ready):
+        if isinstance(message, kind):
             return message
-        raise message.error if isinstance(message, Failed) else ServerError(f"the engine process began with {message!r}")
+        raise message.error if isinstance(message, Failed) else ServerError(f"the engine process said {message!r}")
 
     async def run(self) -> None:
         """Receive until cancelled."""
@@ -123,8 +125,8 @@ class WorkerClient:
                 call = self._calls.get(message.id)
                 if call is not None and not call.done():
                     call.set_result(message)
-            case Ready():
-                log.error("the engine process said Ready twice")
+            case Hello() | Ready():
+                log.error("the engine process said %r out of turn", message)
 
     def _send(self, message: ToWorker) -> None:
         # Without a high-water mark this fails only where the worker is gone, and then `close` tells the sinks.

@@ -138,7 +138,8 @@ def test_a_signal_while_the_model_loads_leaves_nothing_either(start_server: Any,
     while not server.worker_pids:
         time.sleep(0.05)
     (worker,) = server.worker_pids
-    time.sleep(1)
+    while os.listdir(server.folder) != ["log"]:  # the directory of a socket is gone once that is connected
+        time.sleep(0.05)
     assert server.stop(signal.SIGINT) == 0, server.log
     wait_gone(worker, is_running)
     assert os.listdir(server.folder) == ["log"]

@@ -39,7 +39,7 @@ PARSERS: list[Parser[Any]] = [Parser(ToWorker), Parser(FromWorker), Parser(ToFro
         (ToWorker, Generate(request_id="a", token_ids=[1, 2], params=SamplingParams(temperature=0, stop=("x",)), namespace="n")),
         (ToWorker, Abort(request_ids=["a", "b"])),
         (ToWorker, GetStats(id="1")),
-        (FromWorker, Ready(pid=1, stats={"a": 1, "b": {"c": 0.5}})),
+        (FromWorker, Ready(stats={"a": 1, "b": {"c": 0.5}})),
         (
             FromWorker,
             Tokens(
