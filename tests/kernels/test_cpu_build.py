@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from radixkv.kernels import cpu
 from radixkv.kernels.cpu import build
 
 needs_compiler = pytest.mark.skipif(
@@ -127,20 +125,3 @@ def test_processes_that_compile_at_once_all_get_a_whole_library(cache: Path) -> 
     assert all(process.returncode == 0 for process in processes)
     assert len(set(outputs)) == 1
     assert [str(path) for path in cache.iterdir()] == outputs[:1]
-
-
-@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
-    code = """
-import torch
-from radixkv.kernels import cpu
-torch.set_num_threads(2)
-cpu.linear(torch.zeros(64, 64), cpu.pack_linear(torch.zeros(640, 64), None))
-print(*sorted({line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]}))
-"""
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    runtimes = done.stdout.split()
-    assert len(runtimes) == 1, runtimes
-    assert "torch" in runtimes[0]
