@@ -18,6 +18,7 @@ from .build import library
 
 _TILE = 16  # as in gemm.h
 _MIN_HEAD_DIM = 16
+_PLAIN_DIMS = 4  # of a cache that torch computes on; the tiled ones have 5 or 6
 
 
 @functools.cache
@@ -122,36 +123,45 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``[T, 2 I]`` holding gate then up: ``[T, I]``; in bfloat16 silu is rounded first, as in torch."""
     if not is_native(gate_up.dtype):
         return torch_ops.silu_mul(gate_up)
-    gate_up = gate_up.contiguous()
-    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    library().radixkv_silu_mul(
-        gate_up.data_ptr(), out.data_ptr(), rows, dim, gate_up.dtype is torch.bfloat16, torch.get_num_threads()
-    )
+    if not gate_up.is_contiguous():
+        gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape
+    dtype, dim = gate_up.dtype, width // 2
+    out = torch.empty((rows, dim), dtype=dtype)
+    library().radixkv_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, dim, dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-    """Rotate q ``[T, H, D]`` and k ``[T, G, D]`` in place (halves convention); their heads must lie side by side."""
-    if not is_native(q.dtype):
+    """Rotate q ``[T, H, D]`` and k ``[T, G, D]`` in place (halves convention); a token's heads must lie side by side."""
+    dtype = q.dtype
+    if not is_native(dtype):
         torch_ops.rope(q, k, positions, cos_sin)
         return
     tokens, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if k.dtype is not dtype or positions.dtype is not torch.int64 or cos_sin.dtype is not torch.float32:
+        raise TypeError("rope takes k in q's dtype, positions int64 and cos_sin float32")
     library().radixkv_rope(
-        q.data_ptr(), _row_stride(q), k.data_ptr(), _row_stride(k), positions.data_ptr(), cos_sin.data_ptr(),
-        tokens, q_heads, k.shape[1], dim, q.dtype is torch.bfloat16, torch.get_num_threads(),
+        q.data_ptr(), _row_stride(q, q_heads, dim), k.data_ptr(), _row_stride(k, kv_heads, dim), positions.data_ptr(),
+        cos_sin.data_ptr(), tokens, q_heads, kv_heads, dim, dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store k and v ``[T, G, D]`` at their slots; a slot of -1 is skipped."""
-    if not _is_tiled(k_cache):
+    cache_shape = k_cache.shape
+    if len(cache_shape) == _PLAIN_DIMS:
         torch_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
         return
     tokens, heads, dim = k.shape
+    dtype = k_cache.dtype
+    if k.dtype is not dtype or v.dtype is not dtype or slot_mapping.dtype is not torch.int64:
+        raise TypeError("write_kv takes k and v in the cache's dtype and slots int64")
     library().radixkv_write_kv(
-        k.data_ptr(), _row_stride(k), v.data_ptr(), _row_stride(v), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
-        tokens, heads, dim, k_cache.shape[2] * k_cache.shape[4], k.dtype is torch.bfloat16, torch.get_num_threads(),
+        k.data_ptr(), _row_stride(k, heads, dim), v.data_ptr(), _row_stride(v, heads, dim), k_cache.data_ptr(), v_cache.data_ptr(),
+        slot_mapping.data_ptr(), tokens, heads, dim, cache_shape[2] * cache_shape[4], dtype is torch.bfloat16,
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -160,28 +170,36 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
 
     Reads only blocks that hold tokens; K/V that several short queries share is read once for all of them.
     """
-    if not _is_tiled(k_cache):
+    cache_shape = k_cache.shape
+    if len(cache_shape) == _PLAIN_DIMS:
         return torch_ops.paged_attention(q, k_cache, v_cache, metadata, scale)
     tokens, q_heads, dim = q.shape
-    kv_heads, tables = k_cache.shape[1], metadata.block_tables
-    out = torch.empty((tokens, q_heads, dim), dtype=q.dtype)
+    kv_heads, dtype = cache_shape[1], q.dtype
+    tables, starts, lengths = metadata.block_tables, metadata.query_start_loc, metadata.seq_lens
+    int32 = torch.int32
+    if k_cache.dtype is not dtype or tables.dtype is not int32 or starts.dtype is not int32 or lengths.dtype is not int32:
+        raise TypeError("paged_attention takes q in the cache's dtype and block tables, starts and lengths int32")
+    out = torch.empty((tokens, q_heads, dim), dtype=dtype)
     library().radixkv_paged_attention(
-        q.data_ptr(), _row_stride(q), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), metadata.query_start_loc.data_ptr(),
-        metadata.seq_lens.data_ptr(), tables.data_ptr(), tables.stride(0), tables.shape[0], tokens, kv_heads, q_heads // kv_heads,
-        dim, k_cache.shape[2] * k_cache.shape[4], scale, q.dtype is torch.bfloat16, torch.get_num_threads(),
+        q.data_ptr(), _row_stride(q, q_heads, dim), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), starts.data_ptr(),
+        lengths.data_ptr(), tables.data_ptr(), tables.stride(0), len(lengths), tokens, kv_heads, q_heads // kv_heads, dim,
+        cache_shape[2] * cache_shape[4], scale, dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:
     """For each row ``(source block, target block, num_rows)`` of int64 ``[C, 3]``, in order, copy the leading token rows."""
-    if not _is_tiled(k_cache):
+    shape = k_cache.shape
+    if len(shape) == _PLAIN_DIMS:
         torch_ops.copy_blocks(k_cache, v_cache, copies)
         return
-    pairs = k_cache.dim() == 6
+    if copies.dtype is not torch.int64:
+        raise TypeError("copy_blocks takes copies int64")
+    pairs = 2 if k_cache.dtype is torch.bfloat16 else 1
     library().radixkv_copy_blocks(
-        k_cache.data_ptr(), v_cache.data_ptr(), copies.contiguous().data_ptr(), copies.shape[0], k_cache.shape[1],
-        k_cache.shape[3] * (2 if pairs else 1), k_cache.shape[2] * k_cache.shape[4], pairs,
+        k_cache.data_ptr(), v_cache.data_ptr(), copies.contiguous().data_ptr(), len(copies), shape[1], shape[3] * pairs,
+        shape[2] * shape[4], pairs == 2,
     )  # fmt: skip
 
 
@@ -192,14 +210,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return memory
 
 
-def _is_tiled(k_cache: Tensor) -> bool:
-    """Whether the cache was laid out for the C kernels."""
-    return k_cache.dim() > 4
-
-
-def _row_stride(x: Tensor) -> int:
-    """Elements from one token of ``[T, heads, D]`` to the next; heads and their elements must be contiguous."""
+def _row_stride(x: Tensor, heads: int, dim: int) -> int:
+    """Elements from one token of ``[T, heads, dim]`` to the next."""
     row, head, element = x.stride()
-    if element != 1 or head != x.shape[2]:
+    if element != 1 or (head != dim and heads > 1):
         raise ValueError(f"heads must be contiguous: shape {tuple(x.shape)}, strides {x.stride()}")
     return row

@@ -125,11 +125,11 @@ def test_every_block_size_agrees_with_float64(dtype: torch.dtype, block_size: in
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dim", [16, 24, 33, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 64])
+@pytest.mark.parametrize("dim", [16, 24, 33, 64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 16, 64])
 def test_the_whole_grid_agrees_with_float64(dtype: torch.dtype, dim: int, group: int) -> None:
     sequences = Sequences.random(MIXED_LENGTHS, 2 * group, 2, dim, dtype)
-    for block_size in (1, 8, 16, 64, 128):
+    for block_size in (1, 16, 128):
         assert_right(sequences, block_size, MIXED)
 
 
@@ -276,6 +276,21 @@ def test_a_fresh_cache_is_zero(dtype: torch.dtype) -> None:
         assert cache.shape[0] == 50
         assert cache.numel() == 50 * 16 * 3 * 64
         assert (cache == 0).all()
+
+
+@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+def test_wrong_dtypes_are_refused_rather_than_read_as_something_else() -> None:
+    caches = cpu.allocate_kv(4, 16, 1, 64, torch.float32, CPU)
+    one, x = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, 64)
+    tables, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(TypeError, match="slots int64"):
+        cpu.write_kv(x, x, *caches, one)
+    with pytest.raises(TypeError, match="cache's dtype"):
+        cpu.write_kv(x.bfloat16(), x, *caches, one.long())
+    with pytest.raises(TypeError, match="lengths int32"):
+        cpu.paged_attention(x, *caches, AttentionMetadata(starts, one.long(), tables, one, one, 1, 1), 1.0)
+    with pytest.raises(TypeError, match="cache's dtype"):
+        cpu.paged_attention(x.bfloat16(), *caches, AttentionMetadata(starts, one, tables, one, one, 1, 1), 1.0)
 
 
 @pytest.mark.full

@@ -68,7 +68,7 @@ def test_linear_agrees_with_float64_at_odd_shapes(dtype: torch.dtype, outputs: i
 @pytest.mark.full
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (3072, 576), (576, 1536), (49152, 576), (333, 4096)])
 def test_linear_agrees_with_float64_at_model_shapes(dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    for rows in (1, 4, 16, 64) if outputs > 10000 else (1, 4, 16, 64, 300, 512):
+    for rows in (1, 4, 16) if outputs > 10000 else (1, 4, 16, 64, 512):
         check_against_float64(*make(rows, outputs, inputs, dtype))
 
 
