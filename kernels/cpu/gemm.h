@@ -60,6 +60,38 @@ INLINE void accumulate(int MR, int NT, int half, int fetch, vf *acc, const float
     }
 }
 
+/* DOT_PAIRS: whether this CPU multiplies pairs of bfloat16 and adds both products to a float32, twice the work of a multiply-add.
+   Tests define it to run this code where the instruction is missing. */
+#if VBYTES == 64 && defined(__AVX512BF16__)
+#define DOT_PAIRS 1
+INLINE vf vdot(vf acc, vu x, vu w) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)w); }
+#else
+#ifndef DOT_PAIRS
+#define DOT_PAIRS 0
+#endif
+INLINE vf vdot(vf acc, vu x, vu w) {
+    return vfma((vf)(x << 16), (vf)(w << 16), vfma((vf)(x & 0xffff0000u), (vf)(w & 0xffff0000u), acc));
+}
+#endif
+
+/* accumulate() for bfloat16 on both sides: A is row-major bfloat16. */
+INLINE void accumulate_pairs(int MR, int NT, int fetch, vf *acc, const bf16 *a, long lda, const void *const *b, long ldb, long k,
+                             const char *const *ahead, long step) {
+    for (long i = 0; i < k; i += 2) {
+        vu w[MAX_NT * TV];
+        UNROLL for (int n = 0; n < NT; n++) {
+            if (fetch) __builtin_prefetch(ahead[n] + i * step);
+            memcpy(w + n * TV, (const bf16 *)b[n] + i * ldb, TV * sizeof(vu));
+        }
+        UNROLL for (int m = 0; m < MR; m++) {
+            uint32_t pair = a[m * lda + i];
+            if (i + 1 < k) memcpy(&pair, a + m * lda + i, 4); /* the last of an odd number has nothing beside it */
+            vu x = (vu){LANES(pair)};
+            UNROLL for (int n = 0; n < NT * TV; n++) acc[m * NT * TV + n] = vdot(acc[m * NT * TV + n], x, w[n]);
+        }
+    }
+}
+
 /* Rows are cut into panels of at most MAX_MR, as even as can be, because small panels use the registers badly. */
 INLINE long panel_count(long rows) { return (rows + MAX_MR - 1) / MAX_MR; }
 INLINE long panel_start(long rows, long panels, long p) { return rows / panels * p + (p < rows % panels ? p : rows % panels); }

@@ -12,13 +12,13 @@
 
 struct linear {
     const void *x; /* [M, ldx] */
-    const float *a; /* the same in float32, row stride lda */
+    const void *a; /* the same as the kernels take it, row stride lda: float32, or bfloat16 if DOT_PAIRS */
     const void *w;
     const float *bias; /* [tiles * 16] */
     void *out; /* [M, N] */
     long M, N, K, ldx, lda, rows_per_item, tiles, tiles_per_item, tile_items;
     int half;
-    float *scratch; /* a block of C for each thread, then a if x isn't float32 */
+    float *scratch; /* a block of C for each thread, then a if it isn't x */
     long scratch_floats;
 };
 
@@ -39,7 +39,7 @@ void radixkv_pack_weight(const void *weight, void *packed, long N, long K, int h
 #define MANY_STREAMS 3
 
 /* C[MR][NT * 16] = start + A * B, where start is the bias in the first block of K and C itself in later ones. */
-INLINE void kernel(int MR, int NT, int half, const float *a, long lda, const char *b, long tile_bytes, long k, const float *bias, float *c,
+INLINE void kernel(int MR, int NT, int half, const void *a, long lda, const char *b, long tile_bytes, long k, const float *bias, float *c,
                    long ldc, const char *ahead, long step) {
     vf acc[MAX_MR * MAX_NT * TV];
     const void *tile[MAX_NT];
@@ -47,12 +47,13 @@ INLINE void kernel(int MR, int NT, int half, const float *a, long lda, const cha
     UNROLL for (int n = 0; n < NT; n++) tile[n] = b + n * tile_bytes, later[n] = ahead + n * tile_bytes;
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++)
         acc[m * NT * TV + n] = vload(bias ? bias + n * VL : c + m * ldc + n * VL);
-    accumulate(MR, NT, half, MR > MANY_STREAMS, acc, a, lda, tile, TILE, k, later, step);
+    if (half && DOT_PAIRS) accumulate_pairs(MR, NT, MR > MANY_STREAMS, acc, a, lda, tile, TILE, k, later, step);
+    else accumulate(MR, NT, half, MR > MANY_STREAMS, acc, a, lda, tile, TILE, k, later, step);
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++) vstore(c + m * ldc + n * VL, acc[m * NT * TV + n]);
 }
 
 /* `tiles` tiles for a panel of `rows` rows. */
-static void panel(int half, long rows, const float *a, long lda, const char *b, long tile_bytes, long tiles, long k, const float *bias,
+static void panel(int half, long rows, const void *a, long lda, const char *b, long tile_bytes, long tiles, long k, const float *bias,
                   float *c, long ldc, const char *ahead, long step) {
 #define WIDTH(MR, NT)                                                                                                             \
     for (; tiles >= NT; tiles -= NT, b += NT * tile_bytes, ahead += NT * tile_bytes, c += NT * TILE, bias += bias ? NT * TILE : 0) \
@@ -85,10 +86,11 @@ static void linear_item(void *context, long item, int thread) {
     long row_bytes = TILE * (l->half ? 2 : 4);
     const char *w = (const char *)l->w + tile * tile_bytes;
     float *c = l->scratch + thread * l->scratch_floats;
-    const float *a = l->a + row * l->lda, *bias = l->bias + tile * TILE;
+    const float *bias = l->bias + tile * TILE;
+    int narrow = l->half && DOT_PAIRS; /* element size of a */
     long ldc = tiles * TILE;
     if (rows <= MAX_MR) {
-        panel(l->half, rows, a, l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc, w + AHEAD, row_bytes);
+        panel(l->half, rows, element(l->a, row * l->lda, narrow), l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc, w + AHEAD, row_bytes);
     } else {
         long panels = panel_count(rows), step = WIDE(MAX_MR);
         for (long k = 0; k < l->K; k += KC) {
@@ -98,7 +100,7 @@ static void linear_item(void *context, long item, int thread) {
                 const char *next = t + step < tiles ? b + step * tile_bytes : k + KC < l->K ? w + (k + KC) * row_bytes : w + tiles * tile_bytes;
                 for (long p = 0; p < panels; p++) {
                     long m = panel_start(rows, panels, p), count = panel_start(rows, panels, p + 1) - m;
-                    panel(l->half, count, a + m * l->lda + k, l->lda, b, tile_bytes, tiles - t < step ? tiles - t : step, kc,
+                    panel(l->half, count, element(l->a, (row + m) * l->lda + k, narrow), l->lda, b, tile_bytes, tiles - t < step ? tiles - t : step, kc,
                           k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc, next + m * kc / rows * row_bytes,
                           (row_bytes * count + rows - 1) / rows);
                 }
@@ -131,9 +133,10 @@ void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, v
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
+    int widen = half && !DOT_PAIRS;
     l.scratch_floats = l.rows_per_item * l.tiles_per_item * TILE;
-    l.scratch = scratch((l.scratch_floats * threads + (half ? M * K : 0)) * sizeof(float));
-    if (half) {
+    l.scratch = scratch((l.scratch_floats * threads + (widen ? M * K : 0)) * sizeof(float));
+    if (widen) {
         l.lda = K;
         l.a = l.scratch + l.scratch_floats * threads;
         parallel_for((M + 7) / 8, M * K < 65536 ? 1 : threads, widen_item, &l);

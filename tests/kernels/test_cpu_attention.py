@@ -189,7 +189,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: None)
     batches = [[(0, 1499, 1500)], [(0, 1400, 1500), (1, 699, 700)], [(1, 699, 700), (2, 649, 650), (3, 639, 640)]]
     for batch in batches:
         results = []
-        for count in (1, 2, 3, 16):
+        for count in (1, 2, 5):
             torch.set_num_threads(count)
             results.append(torch.cat(sequences.attend(16, batch, shared=576)))
         assert all(torch.equal(result, results[0]) for result in results)
@@ -295,17 +295,19 @@ def test_wrong_dtypes_are_refused_rather_than_read_as_something_else() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
-@pytest.mark.parametrize("vector_bytes", [16, 32, 64])
-def test_every_vector_width_agrees_with_float64(vector_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [("-DVBYTES=16",), ("-DVBYTES=32",), ("-DVBYTES=64",), ("-DVBYTES=64", "-DDOT_PAIRS=1")])
+def test_the_code_for_every_cpu_agrees_with_float64(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler splits vectors that are wider than this CPU's, so the code of every width runs anywhere."""
-    lib = cpu.build.load(cpu.build.build((f"-DVBYTES={vector_bytes}",)))
+    lib = cpu.build.load(cpu.build.build(flags))
     monkeypatch.setattr(cpu, "library", lambda: lib)
     for dtype in (torch.float32, torch.bfloat16):
         for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 80), (16, 1, 128), (6, 2, 72)):
             assert_right(Sequences.random(MIXED_LENGTHS, heads, kv_heads, dim, dtype), 16, MIXED)
-        for rows in (*range(1, 15), 150):
-            x, weight = torch.randn(rows, 601).to(dtype), torch.randn(203, 601).to(dtype)
-            got = cpu.linear(x, cpu.pack_linear(weight, None)).double()
-            torch.testing.assert_close(got, x.double() @ weight.double().T, rtol=2**-7, atol=1e-3)
+        x, weight = torch.randn(150, 601).to(dtype), torch.randn(203, 601).to(dtype)
+        packed = cpu.pack_linear(weight, None)
+        whole = cpu.linear(x, packed)
+        torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=2**-7, atol=1e-3)
+        for rows in range(1, 30):
+            assert torch.equal(cpu.linear(x[:rows], packed), whole[:rows])
         gate_up = torch.randn(5, 2 * 77).to(dtype)
         torch.testing.assert_close(cpu.silu_mul(gate_up).double(), reference.silu_mul(gate_up.double()), rtol=2**-6, atol=1e-5)
