@@ -68,7 +68,8 @@ class Backend(Protocol):
     def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         """Rotate q ``[T, H, D]`` and k ``[T, G, D]`` in place (halves convention, as Hugging Face Llama).
 
-        q and k may be strided views into one fused QKV tensor; ``cos_sin`` is float32 ``[max_positions, D]``: D/2 cosines, then sines.
+        q and k may be strided views into one fused QKV tensor; ``cos_sin`` is float32 ``[max_positions, D]``: D/2 cosines, then
+        sines.
         """
         ...
 

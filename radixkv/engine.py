@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.kernels import backend_for
+from radixkv.kernels import backend_for, cpu
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.model.runner import ModelRunner
 from radixkv.model.sampler import sample
-from radixkv.platform import choose_device, choose_dtype
+from radixkv.platform import choose_device, choose_dtype, torch_threads
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.batch import Batch
 from radixkv.scheduling.policy import queue_policy
@@ -35,13 +35,16 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         device = choose_device(config.device)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         source = resolve_model(config.model)
         self.config = config
         self.model_config = load_model_config(source)
         dtype = choose_dtype(config.dtype, self.model_config.dtype, device)
         backend = backend_for(device)
+        self._torch_threads = config.num_threads or torch.get_num_threads()
+        if device.type == "cpu" and cpu.is_native(dtype):
+            # torch's threads would go on spinning after each of its own small operations, in the way of the kernels' threads.
+            cpu.set_num_threads(self._torch_threads)
+            self._torch_threads = 1
         model = load_model(source, self.model_config, dtype=dtype, device=device, backend=backend)
         kv = KVStorage(self.model_config, config.num_blocks, config.block_size, dtype, device, backend)
         self.runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len())
@@ -111,10 +114,10 @@ class Engine:
         if not batch.sequences:
             return []
         started = time.monotonic()
+        requests = [seq.request for seq in batch.sequences if seq.samples]
         try:
-            logits = self.runner.forward(batch)
-            requests = [seq.request for seq in batch.sequences if seq.samples]
-            token_ids, logprobs = sample(logits, requests)
+            with torch_threads(self._torch_threads):
+                token_ids, logprobs = sample(self.runner.forward(batch), requests)
         except Exception as error:
             logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
             return self._fail(batch, f"{type(error).__name__}: {error}")

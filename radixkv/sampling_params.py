@@ -62,9 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)
         if self.logprobs is not None:
             _range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        _check(
-            len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(self.stop)} strings"
-        )
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(self.stop)} strings")
         _check(all(self.stop), "stop", "made of non-empty strings", list(self.stop))
         for token_id in self.stop_token_ids:
             _check(token_id >= 0, "stop_token_ids", "made of token ids of 0 or more", token_id)

@@ -18,6 +18,7 @@ from .build import library
 
 _TILE = 16  # as in gemm.h
 _MIN_HEAD_DIM = 16
+_num_threads: int | None = None
 _PLAIN_DIMS = 4  # of a cache that torch computes on; the tiled ones have 5 or 6
 
 
@@ -37,6 +38,17 @@ class PackedLinear:
     num_inputs: int
     weight_pointer: int
     bias_pointer: int
+
+
+def num_threads() -> int:
+    """Threads that the C kernels share their work between: torch's number, unless :func:`set_num_threads` gave another."""
+    return _num_threads or torch.get_num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Give the C kernels a number of threads of their own, so that torch's can be another."""
+    global _num_threads
+    _num_threads = count
 
 
 def allocate_kv(
@@ -86,7 +98,7 @@ def linear(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Te
     out = torch.empty((rows, packed.num_outputs), dtype=x.dtype)
     library().radixkv_linear(
         x.data_ptr(), inputs, packed.weight_pointer, packed.bias_pointer, out.data_ptr(), rows, packed.num_outputs, inputs,
-        x.dtype is torch.bfloat16, torch.get_num_threads(),
+        x.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
 
@@ -114,7 +126,7 @@ def _norm(x: Tensor, residual: int | None, weight: Tensor, eps: float) -> Tensor
     out = torch.empty_like(x)
     library().radixkv_rms_norm(
         x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, eps,
-        x.dtype is torch.bfloat16, torch.get_num_threads(),
+        x.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
 
@@ -128,7 +140,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
     dtype, dim = gate_up.dtype, width // 2
     out = torch.empty((rows, dim), dtype=dtype)
-    library().radixkv_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, dim, dtype is torch.bfloat16, torch.get_num_threads())
+    library().radixkv_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, dim, dtype is torch.bfloat16, num_threads())
     return out
 
 
@@ -144,7 +156,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         raise TypeError("rope takes k in q's dtype, positions int64 and cos_sin float32")
     library().radixkv_rope(
         q.data_ptr(), _row_stride(q, q_heads, dim), k.data_ptr(), _row_stride(k, kv_heads, dim), positions.data_ptr(),
-        cos_sin.data_ptr(), tokens, q_heads, kv_heads, dim, dtype is torch.bfloat16, torch.get_num_threads(),
+        cos_sin.data_ptr(), tokens, q_heads, kv_heads, dim, dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
 
 
@@ -161,7 +173,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     library().radixkv_write_kv(
         k.data_ptr(), _row_stride(k, heads, dim), v.data_ptr(), _row_stride(v, heads, dim), k_cache.data_ptr(), v_cache.data_ptr(),
         slot_mapping.data_ptr(), tokens, heads, dim, cache_shape[2] * cache_shape[4], dtype is torch.bfloat16,
-        torch.get_num_threads(),
+        num_threads(),
     )  # fmt: skip
 
 
@@ -183,7 +195,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
     library().radixkv_paged_attention(
         q.data_ptr(), _row_stride(q, q_heads, dim), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), starts.data_ptr(),
         lengths.data_ptr(), tables.data_ptr(), tables.stride(0), len(lengths), tokens, kv_heads, q_heads // kv_heads, dim,
-        cache_shape[2] * cache_shape[4], scale, dtype is torch.bfloat16, torch.get_num_threads(),
+        cache_shape[2] * cache_shape[4], scale, dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
 

@@ -6,8 +6,8 @@
 
 #include <math.h>
 
-#define ROWS_PER_ITEM 8
-#define PARALLEL_ABOVE 65536 /* elements: smaller calls take less time than waking a thread */
+#define ROWS_PER_ITEM 4
+#define PARALLEL_ABOVE 16384 /* elements: smaller calls take less time than waking a thread */
 
 struct rows {
     const void *x, *weight;
@@ -34,7 +34,7 @@ INLINE void norm_row(const void *x, const void *weight, void *out, long dim, flo
     float scale = 1.0f / sqrtf(sum / (float)dim + eps);
     for (i = 0; i + VL <= dim; i += VL) {
         vf v = load_as_float(x, i, half) * vset(scale);
-        if (half) { bf16 rounded[VL]; vstore_bf16(rounded, v); v = vload_bf16(rounded); }
+        if (half) v = vround_bf16(v);
         store_from_float(out, i, v * load_as_float(weight, i, half), half);
     }
     for (; i < dim; i++) {
@@ -78,18 +78,15 @@ INLINE vf silu(vf x) {
     return vselect(x < -87.0f, vset(0), x / (vset(1.0f) + vexp(-bounded))); /* e^87 is nearly as large as float32 gets */
 }
 
+INLINE vf silu_mul(vf gate, vf up, int half) {
+    vf g = silu(gate);
+    return (half ? vround_bf16(g) : g) * up;
+}
+
 INLINE void silu_mul_row(const void *gate, const void *up, void *out, long dim, int half) {
-    float padded[3][VL] = {};
-    for (long i = 0; i < dim; i += VL) {
-        int tail = i + VL > dim;
-        if (tail)
-            for (long j = i; j < dim; j++) padded[0][j - i] = get_float(gate, j, half), padded[1][j - i] = get_float(up, j, half);
-        vf g = silu(tail ? vload(padded[0]) : load_as_float(gate, i, half)), u = tail ? vload(padded[1]) : load_as_float(up, i, half);
-        if (half) { bf16 rounded[VL]; vstore_bf16(rounded, g); g = vload_bf16(rounded); }
-        if (!tail) { store_from_float(out, i, g * u, half); continue; }
-        vstore(padded[2], g * u);
-        for (long j = i; j < dim; j++) put_float(out, j, padded[2][j - i], half);
-    }
+    long i = 0;
+    for (; i + VL <= dim; i += VL) store_from_float(out, i, silu_mul(load_as_float(gate, i, half), load_as_float(up, i, half), half), half);
+    for (; i < dim; i++) put_float(out, i, silu_mul(vset(get_float(gate, i, half)), vset(get_float(up, i, half)), half)[0], half);
 }
 
 static void silu_mul_item(void *context, long item, int thread) {

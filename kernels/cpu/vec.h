@@ -65,13 +65,13 @@ INLINE float bf16_to_float(bf16 x) { return as_float((uint32_t)x << 16); }
 
 INLINE vf vload_bf16(const bf16 *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
 
-/* Round to nearest even; a NaN stays one. */
-INLINE void vstore_bf16(bf16 *p, vf v) {
-    vu u = (vu)v;
-    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, is_nan = (vu)(v != v);
-    vh h = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), vh);
-    memcpy(p, &h, sizeof h);
+/* Round to bfloat16's precision, to nearest even; a NaN stays one. */
+INLINE vf vround_bf16(vf v) {
+    vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
+    return vselect((vi)(v != v), vset(__builtin_nanf("")), (vf)rounded);
 }
+
+INLINE void vstore_bf16(bf16 *p, vf v) { vh h = __builtin_convertvector((vu)vround_bf16(v) >> 16, vh); memcpy(p, &h, sizeof h); }
 
 INLINE bf16 bf16_from_float(float x) {
     uint32_t u;
