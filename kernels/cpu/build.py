@@ -59,8 +59,8 @@ def library() -> Any:
         return load(build())
     except (BuildError, OSError) as error:
         logger.warning(
-            "CPU kernels: %s. Falling back to torch, which is several times slower in decoding and does not keep a sequence's "
-            "bits the same in every batch. To get the native kernels install gcc (Debian, Ubuntu: `apt install gcc libc6-dev`).",
+            "CPU kernels: %s. Falling back to torch, which is several times slower and can't promise that a sequence's "
+            "bits are the same in every batch. To get the native kernels install gcc (Debian, Ubuntu: `apt install gcc libc6-dev`).",
             error,
         )
         return None

@@ -2,6 +2,7 @@
 
 Products are taken in shapes that don't depend on the batch, because in torch a row's bits can depend on the shape of the
 product it is in: rows in whole groups, attention over tiles of a few query tokens and chunks of keys at absolute positions.
+That makes them equal where it was tested; the library under torch promises nothing.
 """
 
 from __future__ import annotations
