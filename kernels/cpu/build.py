@@ -60,7 +60,7 @@ def library() -> Any:
     except (BuildError, OSError) as error:
         logger.warning(
             "CPU kernels: %s. Falling back to torch, which is several times slower and can't promise that a sequence's "
-            "bits are the same in every batch. To get the native kernels install gcc (Debian, Ubuntu: `apt install gcc libc6-dev`).",
+            "bits are the same in every batch. For the native kernels install gcc (Debian, Ubuntu: `apt install gcc libc6-dev`).",
             error,
         )
         return None
