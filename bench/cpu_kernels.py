@@ -90,7 +90,7 @@ def time_small(dtype: torch.dtype, rows: int, budget: float) -> dict[str, float]
     """Seconds of each of the cheap operations at this many rows."""
     hidden, gate_up = torch.randn(rows, 576).to(dtype), torch.randn(rows, 3072).to(dtype)
     qkv, weight, residual = torch.randn(rows, 960).to(dtype), torch.ones(576, dtype=dtype), torch.zeros(rows, 576, dtype=dtype)
-    q, k, v = (x.view(rows, -1, HEAD_DIM) for x in qkv.split([576, 192, 192], dim=-1))
+    q, k, v = (x.view(rows, -1, HEAD_DIM) for x in torch.split(qkv, [576, 192, 192], dim=-1))
     positions, cos_sin = torch.arange(rows), torch.randn(2048, HEAD_DIM)
     k_cache, v_cache = cpu.allocate_kv(128, 16, KV_HEADS, HEAD_DIM, dtype, torch.device("cpu"))
     calls: dict[str, Callable[[], object]] = {

@@ -110,7 +110,6 @@ MODES = [
     Mode("batch of 16, cache off", caching=False),
     Mode("batch of 16, cold"),
     Mode("batch of 16, warm", warm=True),
-    Mode("alone, cold", batch=1),
     Mode("chunks of 16", chunk=16),
     Mode("chunks of 100, blocks of 32", chunk=100, block_size=32),
     Mode("pool so small that it preempts", kv_cache_tokens=2304, preempts=True),
@@ -167,10 +166,11 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: list[l
 
 
 def test_a_sample_of_prompts_gives_transformers_tokens_in_every_mode(transformers_default_model, prompts):
-    sample, max_tokens = [prompts[i] for i in (0, 18, 26, 34, 42, 43, 44)], 12
+    sample, max_tokens = [prompts[i] for i in (0, 18, 26, 42, 43)], 40
     outputs = run(ALONE, sample, max_tokens, "float32")
-    assert_as_transformers(transformers_default_model, sample, outputs, max_tokens)
-    for mode in (MODES[1], MODES[2], dataclasses.replace(MODES[6], kv_cache_tokens=1200)):
+    assert_as_transformers(transformers_default_model, sample[1:4], [output[:16] for output in outputs[1:4]], 16)
+    barely_enough = 16 * (max(map(len, sample)) // 16 + 8)
+    for mode in (MODES[1], MODES[2], dataclasses.replace(MODES[-1], kv_cache_tokens=barely_enough)):
         assert run(mode, sample, max_tokens, "float32") == outputs, mode.name
 
 
