@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from radixkv.config import EngineConfig
@@ -62,19 +63,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: str = "",
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
     ) -> list[GenerationOutput]:
         """Complete prompts, given as text or token ids; outputs are in the prompts' order.
 
-        ``params`` is one for all, or one for each prompt.  Raises ``ValueError`` naming the prompt, field and limit before anything
-        runs; ``RuntimeError`` if the engine fails.
+        ``params`` is one for all, or one for each prompt.  ``use_tqdm`` shows a progress bar on a terminal.  Raises
+        ``ValueError`` naming the prompt, field and limit before anything runs; ``RuntimeError`` if the engine fails.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
         outputs = [GenerationOutput(i) for i in range(len(prompts))]
-        with Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True, disable=not use_tqdm
-        ) as progress:
+        console = Console(stderr=True)
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, disable=not (use_tqdm and console.is_terminal)) as progress:
             bar = progress.add_task("", total=len(prompts))
             for delta in self.stream(prompts, params, namespace=namespace):
                 output = outputs[delta.prompt_index]
@@ -94,7 +95,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: str = "",
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
     ) -> list[GenerationOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages

@@ -63,7 +63,7 @@ class Worker:
             if STDIN in events:
                 return
             self._drain()
-            # An engine that fails in a step is in no known state: its exception ends the process, and the launcher starts another.
+            # A step that fails ends its own requests; what escapes it ends the process, and the launcher starts another.
             if self._engine.has_unfinished and (outputs := self._engine.step()):
                 self._send(Tokens(outputs=outputs))
 
