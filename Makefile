@@ -31,7 +31,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "radixkv needs Python 3.11 or later, $(PYTHON) is " + sys.version)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "radixkv needs Python 3.11 or later, $(PYTHON) is " + sys.version)'
+	@echo "Installing into $(VENV); torch is large, so the first time this takes minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -61,7 +61,7 @@ def test_the_demo_computes_the_shared_prefix_once_and_leaves_nothing_running(mar
     shares = {name: float(share) for name, share in re.findall(r"│ ([a-z -]+?) +│.* ([\d.]+)% │", run.stdout)}
     assert shares["few-shot batch"] > 90
     assert shares["all"] > 90
-    assert "8 of 8 answers are the same with the cache on and off" in run.stdout
+    assert "32 of 32 answers are the same with the cache on and off" in run.stdout
     assert processes(mark) == []
 
 
