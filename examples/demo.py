@@ -313,8 +313,7 @@ def demo(folder: Path) -> None:
     on = parts[0]
     for name, part in (("without", off), ("with", on)):
         CONSOLE.print(
-            f"{name} the cache: {part.requests} questions, {part.computed_tokens:,} prompt tokens computed, "
-            f"{part.seconds:.1f} s"
+            f"{name} the cache: {part.requests} questions, {part.computed_tokens:,} prompt tokens computed, {part.seconds:.1f} s"
         )
     CONSOLE.print(f"[bold]{off.seconds / on.seconds:.1f} times as fast with the cache[/]")
     same = sum(a == b for a, b in zip(on.texts, off.texts, strict=True))
