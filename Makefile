@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -P
+# Two processes: more would each hold a model of half a gigabyte.
+PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all lint bench clean
@@ -10,10 +12,10 @@ demo: $(STAMP)  ## few-shot batch, agent loop and parallel sampling on a real mo
 	$(RUN) examples/demo.py
 
 test: $(STAMP)  ## the quick suite
-	$(RUN) -m pytest -m "not full"
+	$(PYTEST) -m "not full"
 
 test-all: $(STAMP)  ## everything, the whole correctness grid included
-	$(RUN) -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)  ## style, types, and which part may import which
 	$(VENV)/bin/ruff check .

@@ -19,10 +19,15 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model_tools() -> dict[str, Any]:
+    """What tiny_model.py defines; pytest's importlib mode lets tests import no neighbours."""
+    return runpy.run_path(str(Path(__file__).parent / "tiny_model.py"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_model_tools: dict[str, Any]) -> Path:
     """A Hugging Face folder of a random Llama with two layers, a byte-level tokenizer and a chat template."""
-    make_folder = runpy.run_path(str(Path(__file__).parent / "server" / "tiny_model.py"))["make_folder"]
-    return make_folder(tmp_path_factory.mktemp("tiny-model"), weights=True)
+    return tiny_model_tools["make_folder"](tmp_path_factory.mktemp("tiny-model"), weights=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,5 @@
+"""Tokens to text: whole characters only, and nothing past a stop string, however the tokens come."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,8 +15,8 @@ ALPHABET = "abé語🙂�\n "
 
 
 @pytest.fixture(scope="session")
-def byte_level(tiny_model: dict[str, Any]) -> Tokenizer:
-    return tiny_model["make_tokenizer"]()  # type: ignore[no-any-return]
+def byte_level(tiny_model_tools: dict[str, Any]) -> Tokenizer:
+    return tiny_model_tools["make_tokenizer"]()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

@@ -33,22 +33,16 @@ CONFIG = {"kv_cache_tokens": 16384, "num_threads": 1, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    make_folder = runpy.run_path(str(AREA / "tiny_model.py"))["make_folder"]
-    return make_folder(tmp_path_factory.mktemp("model"), weights=True)  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Any]:
-    with SUPPORT["starting"](model) as start:
+def server(tiny_model: Path) -> Iterator[Any]:
+    with SUPPORT["starting"](tiny_model) as start:
         server = start(config=CONFIG, zmq="tcp://127.0.0.1:*", worker_command=WORKER_COMMAND).wait_ready()
         yield server
         assert "Traceback" not in server.log
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> LLM:
-    return LLM(str(model), **CONFIG)  # type: ignore[arg-type]
+def llm(tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), **CONFIG)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -66,7 +60,7 @@ def expected(llm: LLM, prompt: Any, **params: Any) -> Any:
     return llm.generate([prompt], SamplingParams(**(GREEDY | params)))[0]
 
 
-def test_every_door_says_what_the_model_says_cold_and_warm(server: Any, openai: OpenAI, llm: LLM, model: Path) -> None:
+def test_every_door_says_what_the_model_says_cold_and_warm(server: Any, openai: OpenAI, llm: LLM, tiny_model: Path) -> None:
     truth = expected(llm, SHARED)
     prompt_tokens = truth.num_prompt_tokens
     cold = complete(server, prompt=SHARED)
@@ -76,7 +70,7 @@ def test_every_door_says_what_the_model_says_cold_and_warm(server: Any, openai: 
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt_tokens - 1
     assert warm["usage"]["prompt_tokens"] == prompt_tokens
     chunks = openai.completions.create(
-        model=str(model), prompt=SHARED, max_tokens=24, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model=str(tiny_model), prompt=SHARED, max_tokens=24, temperature=0, stream=True, extra_body={"ignore_eos": True}
     )
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == truth.text
     endpoint = next(word for word in server.log.split() if word.startswith("tcp://"))
@@ -87,15 +81,15 @@ def test_every_door_says_what_the_model_says_cold_and_warm(server: Any, openai: 
         assert answer.usage.cached_tokens == prompt_tokens - 1
 
 
-def test_a_chat_goes_through_the_models_template_and_its_next_turn_hits_the_cache(openai: OpenAI, llm: LLM, model: Path) -> None:
+def test_a_chat_goes_through_the_models_template_and_the_next_turn_hits(openai: OpenAI, llm: LLM, tiny_model: Path) -> None:
     messages: list[Any] = [{"role": "system", "content": SHARED}, {"role": "user", "content": "Tell me."}]
-    answer = openai.chat.completions.create(model=str(model), messages=messages, temperature=0, max_tokens=16)
+    answer = openai.chat.completions.create(model=str(tiny_model), messages=messages, temperature=0, max_tokens=16)
     truth = llm.chat(messages, SamplingParams(temperature=0, max_tokens=16))[0]
     assert answer.choices[0].message.content == truth.text
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == truth.num_prompt_tokens
     messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "More."}]
-    more = openai.chat.completions.create(model=str(model), messages=messages, temperature=0, max_tokens=4)
+    more = openai.chat.completions.create(model=str(tiny_model), messages=messages, temperature=0, max_tokens=4)
     assert more.usage is not None
     assert more.usage.prompt_tokens_details is not None
     assert (more.usage.prompt_tokens_details.cached_tokens or 0) >= answer.usage.prompt_tokens

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -98,14 +98,8 @@ StartServer = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> dict[str, object]:
-    """What tiny_model.py defines."""
-    return runpy.run_path(str(HERE / "tiny_model.py"))
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: dict[str, object]) -> Path:
-    return tiny_model["make_folder"](tmp_path_factory.mktemp("model"), weights=False)  # type: ignore[operator, no-any-return]
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_tools: dict[str, Any]) -> Path:
+    return tiny_model_tools["make_folder"](tmp_path_factory.mktemp("model"), weights=False)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ def openai(server: Any) -> OpenAI:
 
 
 @pytest.fixture(scope="module")
-def tokens(tiny_model: dict[str, Any]) -> Any:
-    tokenizer = tiny_model["make_tokenizer"]()
+def tokens(tiny_model_tools: dict[str, Any]) -> Any:
+    tokenizer = tiny_model_tools["make_tokenizer"]()
     return lambda text: tokenizer.encode(text).ids
 
 

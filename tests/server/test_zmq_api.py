@@ -53,8 +53,8 @@ def reply_or_none(dealer: zmq.Socket[bytes]) -> Any:
     return reply(dealer) if dealer.poll(50) else None
 
 
-def test_a_text_is_continued_whole_or_streamed(client: Client, tiny_model: dict[str, Any]) -> None:
-    count = len(tiny_model["make_tokenizer"]().encode(PROMPT).ids)
+def test_a_text_is_continued_whole_or_streamed(client: Client, tiny_model_tools: dict[str, Any]) -> None:
+    count = len(tiny_model_tools["make_tokenizer"]().encode(PROMPT).ids)
     whole = client.generate(PROMPT, SamplingParams(max_tokens=2 * count, logprobs=1))
     assert whole.text == PROMPT * 2
     assert whole.choices[0].finish_reason == "length"
