@@ -144,16 +144,28 @@ def run(mode: Mode, prompts: list[list[int]], max_tokens: int, dtype: str) -> li
     return outputs
 
 
+def transformers_outputs(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """transformers' own greedy ``generate``, in batches of prompts of like length, padded on the left."""
+    outputs: dict[int, list[int]] = {}
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(prompts), 8):
+        group = by_length[start : start + 8]
+        longest = max(len(prompts[i]) for i in group)
+        ids = torch.tensor([[0] * (longest - len(prompts[i])) + prompts[i] for i in group])
+        mask = torch.tensor([[0] * (longest - len(prompts[i])) + [1] * len(prompts[i]) for i in group])
+        with torch.inference_mode():
+            generated = model.generate(
+                ids, attention_mask=mask, max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+        outputs.update(zip(group, generated[:, longest:].tolist(), strict=True))
+    return [outputs[i] for i in range(len(prompts))]
+
+
 def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int) -> int:
     """Token for token, but for ties; returns how many prompts met one."""
     ties = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            expected = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-            )[0, len(prompt) :].tolist()  # fmt: skip
+    for prompt, output, expected in zip(prompts, outputs, transformers_outputs(model, prompts, max_tokens), strict=True):
         if output == expected:
             continue
         ties += 1

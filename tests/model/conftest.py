@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,14 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 BLOCK_SIZE = 4
 
-torch.set_num_threads(1)  # these tensors are too small to share, and on a busy machine threads wait for one another
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are too small to share, and on a busy machine threads wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_model(name: str, seed: int = 0, **options: Any) -> Any:
