@@ -19,8 +19,8 @@ class EngineConfig:
     model
         A built-in alias, a Hugging Face folder or hub id, or a ``.gguf`` file.
     dtype
-        Type of weights, activations and KV cache. ``auto`` takes what is fastest here: bfloat16 or float16 as the model was
-        saved where the hardware computes in it, otherwise float32.
+        Type of weights, activations and KV cache. ``auto`` takes bfloat16 or float16, as the model was saved, where the hardware
+        computes in it, otherwise float32.
     device
         Where the model runs. ``auto`` takes a GPU if there is one.
     kv_cache_tokens
