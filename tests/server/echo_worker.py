@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from radixkv.config import EngineConfig
@@ -27,6 +29,8 @@ class EchoEngine:
             raise ValueError("model folder lacks everything")
         if config.policy == "dfs-weight":  # or one that takes its time
             time.sleep(60)
+        while Path(tempfile.gettempdir(), "hold").exists():  # or one that starts when the test says so
+            time.sleep(0.01)
         self._config = config
         self._running: dict[str, tuple[list[int], SamplingParams, int, int]] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()

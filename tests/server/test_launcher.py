@@ -76,6 +76,8 @@ def test_a_worker_that_dies_fails_its_requests_at_once_and_is_replaced(start_ser
         streamed = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
         while server.report()["running"] < 2:
             time.sleep(0.01)
+        hold = server.folder / "hold"
+        hold.touch()
         os.kill(worker, signal.SIGKILL)
         began = time.monotonic()
         assert whole.result().status_code == 503
@@ -91,6 +93,7 @@ def test_a_worker_that_dies_fails_its_requests_at_once_and_is_replaced(start_ser
     assert "killed by SIGKILL" in health.json()["error"]["message"]
     assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 503
     assert "radixkv_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+    hold.unlink()
     for _ in range(400):
         if httpx.get(f"{server.url}/health").status_code == 200:
             break
