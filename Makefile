@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -P
-# Two processes: more would each hold a model of half a gigabyte.
-PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadfile
+# Two processes: more would each hold a model of half a gigabyte.  In the files' order, the long end-to-end tests come early.
+PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all lint bench clean

@@ -18,6 +18,16 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints what tests found out and recorded with ``record_property("finding", ...)``: output of tests that pass is not shown."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    findings = [value for report in reports for name, value in getattr(report, "user_properties", []) if name == "finding"]
+    if findings:
+        terminalreporter.section("findings")
+        for finding in findings:
+            terminalreporter.line(str(finding))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_tools() -> dict[str, Any]:
     """What tiny_model.py defines; pytest's importlib mode lets tests import no neighbours."""

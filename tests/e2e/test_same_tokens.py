@@ -204,36 +204,39 @@ def test_a_sample_of_prompts_gives_transformers_tokens_in_every_mode(transformer
         assert run(mode, sample, max_tokens, "float32") == outputs, mode.name
 
 
-@pytest.fixture(scope="module")
-def alone(prompts) -> dict[str, list[list[int]]]:
-    """Outputs of prompts run one by one without a cache, by dtype."""
-    return {dtype: run(ALONE, prompts, MAX_TOKENS, dtype) for dtype in ("float32", "bfloat16")}
+# Classes, so that the two dtypes can be run by two processes.
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_50_prompts_of_64_tokens_equal_transformers_in_float32(transformers_default_model, prompts, alone):
-    ties = assert_as_transformers(transformers_default_model, prompts, alone["float32"], MAX_TOKENS)
-    print(f"\n{len(prompts) - ties} of {len(prompts)} prompts equal transformers token for token, {ties} up to a tie")
+class TestFloat32:
+    @pytest.fixture(scope="class")
+    def alone(self, prompts) -> list[list[int]]:
+        """Outputs of prompts run one by one without a cache."""
+        return run(ALONE, prompts, MAX_TOKENS, "float32")
+
+    def test_50_prompts_of_64_tokens_equal_transformers(self, transformers_default_model, prompts, alone, record_property):
+        ties = assert_as_transformers(transformers_default_model, prompts, alone, MAX_TOKENS)
+        equal = f"{len(prompts) - ties} of {len(prompts)} prompts equal transformers token for token, {ties} up to a tie"
+        record_property("finding", f"float32: {equal}")
+
+    @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+    def test_outputs_are_the_same_in_every_mode(self, mode, prompts, alone):
+        outputs = run(mode, mode.takes(prompts, prompts), MAX_TOKENS, "float32")
+        assert outputs == mode.takes(alone, prompts)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_float32_outputs_are_the_same_in_every_mode(mode, prompts, alone):
-    outputs = run(mode, mode.takes(prompts, prompts), MAX_TOKENS, "float32")
-    assert outputs == mode.takes(alone["float32"], prompts)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_bfloat16_outputs_are_the_same_in_every_mode(prompts, alone):
-    differing: set[tuple[int, ...]] = set()
-    for mode in MODES:
-        outputs = run(mode, mode.takes(prompts, prompts), MAX_TOKENS, "bfloat16")
-        expected = mode.takes(alone["bfloat16"], prompts)
-        here = {tuple(b) for a, b in zip(outputs, expected, strict=True) if a != b}
-        print(f"\nbfloat16, {mode.name}: {len(here)} of {len(expected)} prompts differ from alone")
-        differing |= here
-    print(f"bfloat16: {len(differing) / len(prompts):.1%} of prompts differ in any mode")
-    assert not differing
+class TestBfloat16:
+    def test_outputs_are_the_same_in_every_mode(self, prompts, record_property):
+        alone = run(ALONE, prompts, MAX_TOKENS, "bfloat16")
+        differing: set[tuple[int, ...]] = set()
+        for mode in MODES:
+            outputs = run(mode, mode.takes(prompts, prompts), MAX_TOKENS, "bfloat16")
+            expected = mode.takes(alone, prompts)
+            here = {tuple(b) for a, b in zip(outputs, expected, strict=True) if a != b}
+            record_property("finding", f"bfloat16, {mode.name}: {len(here)} of {len(expected)} prompts differ from alone")
+            differing |= here
+        record_property("finding", f"bfloat16: {len(differing) / len(prompts):.1%} of prompts differ in any mode")
+        assert not differing

@@ -1,4 +1,4 @@
-"""What the backends' tests share: batches over shuffled blocks, and a Triton interpreter that can multiply bfloat16."""
+"""What the backends' tests share: the CPU backend's variants, batches over shuffled blocks, a mended Triton interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixkv.kernels import AttentionMetadata
+from radixkv.kernels import AttentionMetadata, cpu
+
+
+@pytest.fixture(params=["native-float32", "native-bfloat16", "torch-float32", "torch-bfloat16", "torch-float16"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Each dtype of the CPU backend, computed by the C kernels or, without them, by torch."""
+    kind, name = request.param.split("-")
+    if kind == "torch":
+        monkeypatch.setattr(cpu, "is_native", lambda dtype: False)
+    elif not cpu.is_native(torch.float32):
+        pytest.skip("no C compiler here")
+    result: torch.dtype = getattr(torch, name)
+    return result
 
 
 @dataclass

@@ -6,7 +6,7 @@ of range, so that reading one shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -14,33 +14,12 @@ import torch
 from torch import Tensor
 
 from radixkv.kernels import AttentionMetadata, cpu, reference
+from radixkv.platform import torch_threads
 
 CPU = torch.device("cpu")
 # Values are about 1: float32 rounding of scores and sums, or one rounding of the result (and of the weights, in float16 torch).
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 UNUSED = 2**30
-
-
-CASES = ["native-float32", "native-bfloat16", "torch-float32", "torch-bfloat16", "torch-float16"]
-
-
-@pytest.fixture(params=CASES)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Each dtype, computed by the C kernels or, without them, by torch."""
-    kind, name = request.param.split("-")
-    if kind == "torch":
-        monkeypatch.setattr(cpu, "is_native", lambda dtype: False)
-    elif not cpu.is_native(torch.float32):
-        pytest.skip("no C compiler here")
-    result: torch.dtype = getattr(torch, name)
-    return result
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass
@@ -184,14 +163,14 @@ def test_the_block_size_changes_no_bit(dtype: torch.dtype) -> None:
         assert torch.equal(torch.cat(sequences.attend(block_size, MIXED)), expected), block_size
 
 
-def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: None) -> None:
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     sequences = Sequences.random([1500, 700, 650, 640], 6, 2, 64, dtype, shared=640)
     batches = [[(0, 1499, 1500)], [(0, 1400, 1500), (1, 699, 700)], [(1, 699, 700), (2, 649, 650), (3, 639, 640)]]
     for batch in batches:
         results = []
         for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(torch.cat(sequences.attend(16, batch, shared=576)))
+            with torch_threads(count):
+                results.append(torch.cat(sequences.attend(16, batch, shared=576)))
         assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -14,21 +14,6 @@ from radixkv.kernels import cpu, reference
 RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-CASES = ["native-float32", "native-bfloat16", "torch-float32", "torch-bfloat16", "torch-float16"]
-
-
-@pytest.fixture(params=CASES)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Each dtype, computed by the C kernels or, without them, by torch."""
-    kind, name = request.param.split("-")
-    if kind == "torch":
-        monkeypatch.setattr(cpu, "is_native", lambda dtype: False)
-    elif not cpu.is_native(torch.float32):
-        pytest.skip("no C compiler here")
-    result: torch.dtype = getattr(torch, name)
-    return result
-
-
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

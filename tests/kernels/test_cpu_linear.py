@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from radixkv.kernels import cpu, reference
+from radixkv.platform import torch_threads
 
 EPS = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-CASES = ["native-float32", "native-bfloat16", "torch-float32", "torch-bfloat16", "torch-float16"]
-
-
-@pytest.fixture(params=CASES)
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Each dtype, computed by the C kernels or, without them, by torch."""
-    kind, name = request.param.split("-")
-    if kind == "torch":
-        monkeypatch.setattr(cpu, "is_native", lambda dtype: False)
-    elif not cpu.is_native(torch.float32):
-        pytest.skip("no C compiler here")
-    result: torch.dtype = getattr(torch, name)
-    return result
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def make(rows: int, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,13 +59,13 @@ def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(dtype
             assert torch.equal(cpu.linear(x[first : first + rows], packed), whole[first : first + rows]), (rows, first)
 
 
-def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, threads: None) -> None:
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     x, weight, bias = make(300, 333, 700, dtype)
     packed = cpu.pack_linear(weight, bias)
     results = []
     for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        results.append([cpu.linear(x[:rows], packed) for rows in (1, 5, 30, 300)])
+        with torch_threads(count):
+            results.append([cpu.linear(x[:rows], packed) for rows in (1, 5, 30, 300)])
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from radixkv.kernels import cpu
+from radixkv.platform import torch_threads
 
 pytestmark = pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
 
 
 @pytest.fixture
 def many_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(8)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(8):
+        yield
 
 
 def test_thousands_of_short_calls_on_more_threads_than_cores_stay_right(many_threads: None) -> None:
@@ -61,6 +60,7 @@ def test_a_forked_child_computes_without_its_parents_threads() -> None:
     code = """
 import os, torch
 from radixkv.kernels import cpu
+from radixkv.platform import torch_threads
 torch.set_num_threads(3)
 packed, x = cpu.pack_linear(torch.randn(640, 64), None), torch.randn(20, 64)
 expected = cpu.linear(x, packed)
@@ -78,6 +78,7 @@ def test_the_kernels_bring_no_second_openmp_runtime() -> None:
     code = """
 import torch
 from radixkv.kernels import cpu
+from radixkv.platform import torch_threads
 cpu.linear(torch.zeros(64, 64), cpu.pack_linear(torch.zeros(640, 64), None))
 print(*sorted({line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]}))
 """

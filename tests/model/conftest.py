@@ -16,6 +16,7 @@ from radixkv.kernels import load_backend
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.model.runner import ModelRunner
+from radixkv.platform import torch_threads
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.batch import Batch, ScheduledSequence
 from radixkv.scheduling.request import Request
@@ -30,10 +31,8 @@ BLOCK_SIZE = 4
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """These tensors are too small to share, and on a busy machine threads wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def make_model(name: str, seed: int = 0, **options: Any) -> Any:

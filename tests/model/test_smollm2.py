@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from radixkv.model.loader import ModelSource, load_model_config, resolve_model
+from radixkv.model.loader import ModelSource, load_model_config
 from radixkv.model.sampler import sample
 from radixkv.model.tokenizer import load_tokenizer
 from radixkv.scheduling.batch import Batch, ScheduledSequence
@@ -18,28 +17,20 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def source() -> ModelSource:
-    try:
-        return resolve_model("smollm2-135m", quiet=True)
-    except OSError as error:
-        pytest.skip(f"the default model can't be fetched: {error}")
+def tokenizer(default_model: ModelSource) -> Any:
+    return load_tokenizer(default_model)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(source: ModelSource) -> Any:
-    return load_tokenizer(source)
-
-
-def test_the_config_is_the_models(source: ModelSource) -> None:
-    config = load_model_config(source)
+def test_the_config_is_the_models(default_model: ModelSource) -> None:
+    config = load_model_config(default_model)
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 576, 9, 3, 64)
     assert (config.vocab_size, config.max_position_embeddings, config.rope.theta) == (49152, 8192, 100000.0)
     assert config.tie_word_embeddings
     assert config.kv_bytes_per_token("bfloat16") == 23040
 
 
-def test_end_of_turn_is_the_end_of_sequence(source: ModelSource, tokenizer: Any) -> None:
-    assert load_model_config(source).eos_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) == (2,)
+def test_end_of_turn_is_the_end_of_sequence(default_model: ModelSource, tokenizer: Any) -> None:
+    assert load_model_config(default_model).eos_token_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),) == (2,)
     assert tokenizer.eos_token == "<|im_end|>"  # noqa: S105
 
 
@@ -76,8 +67,8 @@ def test_text_survives_a_round_trip(text: str, tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_the_model_answers(source: ModelSource, tokenizer: Any, kit: SimpleNamespace) -> None:
-    driver = kit.Driver(str(source.path))
+def test_the_model_answers(default_model: ModelSource, tokenizer: Any, kit: SimpleNamespace) -> None:
+    driver = kit.Driver(str(default_model.path))
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True).input_ids
     assert "Paris" in tokenizer.decode(_greedy(driver, prompt, 8))
 
@@ -94,19 +85,9 @@ def _greedy(driver: Any, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.full
 def test_logits_and_greedy_tokens_equal_transformers_on_the_same_file(
-    source: ModelSource, tokenizer: Any, kit: SimpleNamespace, tmp_path: Path
+    default_model: ModelSource, transformers_default_model: Any, tokenizer: Any, kit: SimpleNamespace
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    # What from_pretrained(gguf_file=...) calls, which would want the accelerate package too.
-    config = LlamaConfig(**load_gguf_checkpoint(source.path)["config"])
-    model = LlamaForCausalLM(config).float().eval()
-    weights = load_gguf_checkpoint(source.path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    driver = kit.Driver(str(source.path), num_blocks=400)
+    driver = kit.Driver(str(default_model.path), num_blocks=400)
     texts = ["def fibonacci(n):\n    ", "The 3 laws of thermodynamics are: 1."]
     prompts = [
         tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True).input_ids,
@@ -114,7 +95,9 @@ def test_logits_and_greedy_tokens_equal_transformers_on_the_same_file(
     ]
     num_decoded = 4
     for tokens, ours in zip(prompts, driver.logits(prompts, num_decoded, chunk=16), strict=True):
-        theirs = kit.reference_logits(model, tokens)[len(tokens) - num_decoded - 1 :]
+        theirs = kit.reference_logits(transformers_default_model, tokens)[len(tokens) - num_decoded - 1 :]
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
-        expected = model.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        expected = transformers_default_model.generate(
+            torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
         assert _greedy(driver, tokens, 20) == expected[0, len(tokens) :].tolist()
