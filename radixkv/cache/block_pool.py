@@ -47,6 +47,8 @@ class BlockPool:
 
         Raises :class:`OutOfBlocks`, having changed nothing, when fewer are free.
         """
+        if n < 0:
+            raise ValueError(f"n must be at least 0, got {n}")
         if n > self._num_free:
             raise OutOfBlocks(f"{n} blocks asked for, {self._num_free} of {self.num_blocks} are free")
         blocks = self._free[self._num_free - n : self._num_free].copy()

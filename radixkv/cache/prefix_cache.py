@@ -87,7 +87,7 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
         """The longest cached prefix of ``tokens``, int32 ``[n]``.  Changes nothing.  O(n) compared as memory."""
-        return self.tree.match(tokens, namespace)
+        return self.tree.match(np.asarray(tokens, dtype=np.int32), namespace)
 
     def acquire(
         self, tokens: Tokens, *, namespace: str = "", max_new_tokens: int = 0, headroom: int = 0, resumed: bool = False
@@ -111,6 +111,8 @@ class PrefixCache:
         """
         if not len(tokens):
             raise ValueError("tokens must hold at least 1 token, got none")
+        if max_new_tokens < 0 or headroom < 0:
+            raise ValueError(f"max_new_tokens and headroom must be at least 0, got {max_new_tokens} and {headroom}")
         tokens = np.asarray(tokens, dtype=np.int32)
         size = self.block_size
         match = self.tree.match(tokens, namespace)
@@ -146,6 +148,9 @@ class PrefixCache:
 
     def extend(self, lease: Lease, n: int = 1) -> bool:
         """Make room for ``n`` more tokens.  False, having changed nothing, when there are no blocks for them now."""
+        self._require_held(lease)
+        if n < 0:
+            raise ValueError(f"n must be at least 0, got {n}")
         needed = -(-(lease.num_tokens + n) // self.block_size) - lease._num_blocks
         if needed > 0:
             if needed > self.num_available_blocks:
@@ -165,8 +170,13 @@ class PrefixCache:
         Where another sequence published the same tokens first, the lease moves onto that sequence's block and its own is freed:
         ``block_table`` and ``write_start`` may change.  O(new blocks) and one look-up.
         """
-        if num_computed > lease.num_tokens:
-            raise ValueError(f"num_computed must be at most the lease's {lease.num_tokens} tokens, got {num_computed}")
+        self._require_held(lease)
+        tokens = np.asarray(tokens, dtype=np.int32)
+        most = min(lease.num_tokens, len(tokens))
+        if not 0 <= num_computed <= most:
+            raise ValueError(
+                f"num_computed must be from 0 to {most} ({len(tokens)} tokens, room for {lease.num_tokens}), got {num_computed}"
+            )
         lease.num_computed_tokens = num_computed
         first, last = lease._num_published, num_computed // self.block_size
         if last <= first or not self.enable_prefix_caching:
@@ -191,6 +201,7 @@ class PrefixCache:
         Room beyond the computed tokens is not inherited.  ``None``, having changed nothing, when there are no blocks for the
         partial copies now.  Call it between steps, when the K/V that ``publish`` was told of are computed.
         """
+        self._require_held(lease)
         full, rows = divmod(lease.num_computed_tokens, self.block_size)
         if full < lease._num_published:  # the whole prompt was cached: its last token is yet to be computed, but not its K/V
             full, rows = lease._num_published, 0
@@ -216,8 +227,7 @@ class PrefixCache:
 
     def release(self, lease: Lease) -> None:
         """End a lease: its published blocks stay cached, the others are free at once."""
-        if lease._released:
-            raise ValueError("the lease was released before")
+        self._require_held(lease)
         lease._released = True
         self._leases.remove(lease)
         self._drop_copies(lease)
@@ -289,7 +299,7 @@ class PrefixCache:
                 )
         for _, copy in self._copies:
             held[copy.source] += 1
-        for _, node in self.tree.nodes():
+        for node in self.tree.nodes():
             held[node.blocks] += 1
             locked_children = sum(child.lock_count > 0 for child in (node.children or {}).values())
             assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
@@ -297,6 +307,10 @@ class PrefixCache:
         assert not len(wrong), f"blocks {wrong[:5].tolist()} have other reference counts than holders"
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _require_held(self, lease: Lease) -> None:
+        if lease._released:
+            raise ValueError("the lease was released before")
 
     def _allocate(self, n: int) -> BlockIds:
         """Blocks that are known to be available, evicting for those that are not free."""

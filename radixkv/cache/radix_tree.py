@@ -304,14 +304,13 @@ class RadixTree:
 
     # -- checking ------------------------------------------------------------------------------------------------
 
-    def nodes(self) -> Iterator[tuple[str, Node]]:
-        """Every node but the roots, with its namespace."""
-        for namespace, root in self._roots.items():
-            stack = list((root.children or {}).values())
-            while stack:
-                node = stack.pop()
-                yield namespace, node
-                stack.extend((node.children or {}).values())
+    def nodes(self) -> Iterator[Node]:
+        """Every node, the roots too."""
+        stack: list[Node] = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend((node.children or {}).values())
 
     def check(self) -> None:
         """Assert every invariant of the tree alone.  O(tokens held)."""
@@ -319,15 +318,15 @@ class RadixTree:
         num_nodes = num_unlocked = num_leaves = 0
         assert self._nothing.children is None, "the empty root has grown"
         assert self._nothing.lock_count == 0, "the empty root is locked"
-        for root in self._roots.values():
-            assert root.children or root.lock_count, "an empty namespace was kept"
-            self._check_children(root)
-        for _, node in self.nodes():
+        for node in self.nodes():
+            self._check_children(node)
+            if isinstance(node, Root):
+                assert node.children or node.lock_count, "an empty namespace was kept"
+                continue
             num_nodes += 1
             assert node.num_blocks > 0, "a node is empty"
             assert len(node.tokens) == node.num_blocks * self.block_size, "tokens and blocks differ in length"
             seen.append(node.blocks)
-            self._check_children(node)
             assert node.parent is not None
             assert node.parent.last_use >= node.last_use, "a node was used after its parent"
             if node.lock_count == 0:
@@ -347,6 +346,7 @@ class RadixTree:
         assert node.lock_count >= sum(child.lock_count > 0 for child in children.values()), "a locked node's parent is not locked"
         for key, child in children.items():
             assert child.parent is node, "a child's parent is another node"
+            assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
             assert child.key == key, "a child is filed under another key"
 
 

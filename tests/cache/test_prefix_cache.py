@@ -194,12 +194,58 @@ def test_a_prompt_that_needs_every_block_is_served_without_the_copy():
     cache.check()
 
 
-def test_a_lease_ends_once():
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cache, lease: cache.release(lease),
+        lambda cache, lease: cache.extend(lease, 1),
+        lambda cache, lease: cache.publish(lease, LONG, 16),
+        lambda cache, lease: cache.fork(lease, 1),
+    ],
+    ids=["release", "extend", "publish", "fork"],
+)
+def test_a_lease_that_was_released_is_refused(use):
     cache = PrefixCache(8, 4)
     lease = cache.acquire(LONG)
     cache.release(lease)
     with pytest.raises(ValueError, match="released before"):
-        cache.release(lease)
+        use(cache, lease)
+    cache.check()
+    assert cache.pool.num_free == 8
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda cache, lease: cache.publish(lease, LONG[:10], 16), "num_computed must be from 0 to 10"),
+        (lambda cache, lease: cache.publish(lease, np.tile(LONG, 2), 21), "num_computed must be from 0 to 20"),
+        (lambda cache, lease: cache.publish(lease, LONG, -1), "num_computed must be from 0 to 16"),
+        (lambda cache, lease: cache.extend(lease, -1), "n must be at least 0"),
+        (lambda cache, lease: cache.acquire(LONG, max_new_tokens=-20), "must be at least 0"),
+        (lambda cache, lease: cache.acquire(LONG, headroom=-1), "must be at least 0"),
+        (lambda cache, lease: cache.acquire([]), "tokens must hold at least 1"),
+        (lambda cache, lease: cache.pool.allocate(-1), "n must be at least 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(use, message: str):
+    cache = PrefixCache(8, 4)
+    lease = cache.acquire(LONG, max_new_tokens=4)
+    with pytest.raises(ValueError, match=message):
+        use(cache, lease)
+    cache.check()
+    assert (cache.pool.num_free, lease.num_computed_tokens) == (3, 0)
+
+
+@pytest.mark.parametrize("convert", [list, np.int64, np.int16], ids=["list", "int64", "int16"])
+def test_tokens_may_be_any_integers(convert):
+    tokens = LONG.tolist() if convert is list else LONG.astype(convert)
+    cache = PrefixCache(8, 4)
+    lease = cache.acquire(tokens)
+    cache.publish(lease, tokens, 16)
+    cache.release(lease)
+    assert cache.match(tokens).num_blocks == 4
+    assert cache.acquire(LONG).num_cached_tokens == 15
+    cache.check()
 
 
 def test_stats_count_hits_by_namespace_and_a_resumed_prompt_not_again():
@@ -245,8 +291,17 @@ def break_table(cache: PrefixCache, lease: Lease) -> None:
 
 
 def break_duplicate(cache: PrefixCache, lease: Lease) -> None:
-    node = next(node for _, node in cache.tree.nodes())
+    node = next(node for node in cache.tree.nodes() if node.num_blocks)
     node._blocks[node.start] = node._blocks[node.start + 1]
+
+
+def break_root_lock(cache: PrefixCache, lease: Lease) -> None:
+    next(node for node in cache.tree.nodes() if node.parent is None).lock_count += 1
+
+
+def break_dtype(cache: PrefixCache, lease: Lease) -> None:
+    node = next(node for node in cache.tree.nodes() if node.num_blocks)
+    node._tokens = node._tokens.astype(np.int64)
 
 
 def break_size(cache: PrefixCache, lease: Lease) -> None:
@@ -258,7 +313,7 @@ def break_leaves(cache: PrefixCache, lease: Lease) -> None:
 
 
 def break_key(cache: PrefixCache, lease: Lease) -> None:
-    node = next(node for _, node in cache.tree.nodes())
+    node = next(node for node in cache.tree.nodes() if node.num_blocks)
     node._tokens[node.start * 4] += 1
 
 
@@ -268,6 +323,8 @@ def break_key(cache: PrefixCache, lease: Lease) -> None:
         (break_refcount, "other reference counts"),
         (break_lock, "a lock is held by nobody"),
         (break_parent_lock, "parent is not locked"),
+        (break_root_lock, "a lock is held by nobody"),
+        (break_dtype, "compare as other bytes"),
         (break_table, "differ about its published blocks"),
         (break_duplicate, "holds a block twice"),
         (break_size, "differ from recounted"),

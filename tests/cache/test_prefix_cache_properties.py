@@ -71,6 +71,10 @@ class CacheMachine(RuleBasedStateMachine):
     def acquire(self, tokens: list[int], namespace: str, room: int, headroom: int) -> object:
         cache, size = self.cache, self.cache.block_size
         before = cache.stats()
+        match = cache.match(np.array(tokens), namespace)
+        kept = sum(node.num_blocks for node in match.path() if not node.lock_count)
+        if not match.node.lock_count:
+            kept -= match.node.num_blocks - match.offset
         lease = cache.acquire(np.array(tokens, dtype=np.int32), namespace=namespace, max_new_tokens=room, headroom=headroom)
         if lease is None:
             after = cache.stats()
@@ -79,9 +83,8 @@ class CacheMachine(RuleBasedStateMachine):
                 before.nodes,
                 before.evicted_blocks,
             )
-            assert (
-                -(-(len(tokens) + room) // size) + headroom > before.blocks_free or cache.num_available_blocks < before.blocks_total
-            )
+            missing = -(-(len(tokens) + room) // size) - match.num_blocks
+            assert missing + headroom > before.blocks_free + before.blocks_cached - kept, "refused what could be had by evicting"
             return multiple()
         self.ever_evicted |= cache.stats().evicted_blocks > before.evicted_blocks
         assert lease.num_cached_tokens <= len(tokens) - 1, "no token is left to compute"
