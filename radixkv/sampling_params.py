@@ -9,12 +9,14 @@ import msgspec
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
+GREEDY_BELOW = 1e-5
+"""Temperatures below this choose the highest logit: float32 could not divide by them."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to sample, and when to stop.  The names are the OpenAI API's and vLLM's.
 
-    ``temperature=0`` is greedy: the highest logit wins, ties to the lowest token id.
+    ``temperature=0`` (or below 0.00001) is greedy: the highest logit wins, ties to the lowest token id.
 
     Call :meth:`validate` at every door.  It raises ``ValueError`` naming the field and its limit.
     """
@@ -43,19 +45,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
     def validate(self) -> SamplingParams:
         """Return self, or raise ``ValueError`` that names the first bad field and its limit."""
+        try:  # what came over a wire has these types already, what Python code made may not
+            msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            problem, _, field = str(error).partition(" - at `$.")
+            raise ValueError(f"{field.removesuffix('`')} has a wrong type: {problem[0].lower()}{problem[1:]}") from None
         _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _range("temperature", self.temperature, 0.0, 100.0)
         _check(_finite(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
         _check(self.top_k >= 0, "top_k", "0 (all) or more", self.top_k)
         _range("min_p", self.min_p, 0.0, 1.0)
-        _check(
-            _finite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 10.0,
-            "repetition_penalty",
-            "above 0 and at most 10",
-            self.repetition_penalty,
-        )
+        _range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

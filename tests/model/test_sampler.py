@@ -219,7 +219,8 @@ def test_tokens_as_probable_as_the_last_kept_are_kept() -> None:
 
 
 def test_the_smallest_temperature_picks_the_maximum_and_the_largest_is_nearly_flat() -> None:
-    assert set(draw(LOGITS, [request([1], temperature=1e-45, seed=s) for s in range(50)])) == {3}
+    for temperature in (1e-50, 1e-45, 1e-6, 2e-5):
+        assert set(draw(LOGITS, [request([1], temperature=temperature, seed=s) for s in range(50)])) == {3}
     counts = np.bincount(draw(LOGITS, [request([1], temperature=100.0, seed=s) for s in range(4000)]), minlength=10)
     assert counts.min() > 300
 
@@ -237,6 +238,15 @@ def test_bias_and_penalties_reach_greedy_rows_and_leave_logprobs_the_models_own(
     own = LOGITS - np.log(np.exp(LOGITS).sum())
     assert logprobs[0].logprob == pytest.approx(own[5], abs=1e-5)
     assert logprobs[0].top == [(3, pytest.approx(own[3], abs=1e-5))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_overflowed_gives_minus_one_and_leaves_the_others_alone(temperature: float, bad: float) -> None:
+    logits = torch.tensor(np.stack([LOGITS, LOGITS]), dtype=torch.float32)
+    logits[0, 4] = bad
+    requests = [request([1], temperature=temperature), request([1], temperature=0.0)]
+    assert sample(logits, requests)[0] == [-1, 3]
 
 
 def test_penalties_on_an_empty_output_are_harmless() -> None:
