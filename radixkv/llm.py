@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from radixkv.model.loader import resolve_model
 from radixkv.model.tokenizer import load_tokenizer
 from radixkv.report.report import Report
 from radixkv.sampling_params import SamplingParams
-from radixkv.scheduling.request import FinishReason, TokenLogprobs
+from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
 
 Message = Mapping[str, str]
 """``{"role": "user", "content": "..."}``"""
@@ -56,6 +57,8 @@ class LLM:
         self.engine = Engine(self.config)
         self._token_bytes = TokenBytes(self.tokenizer.backend_tokenizer)
         self._ids = itertools.count()
+        self._open: dict[str, deque[RequestOutput]] = {}
+        """Requests of every stream that is open: what steps gave them and their stream has not fetched yet."""
 
     def generate(
         self,
@@ -116,7 +119,10 @@ class LLM:
         *,
         namespace: str = "",
     ) -> Iterator[GenerationOutput]:
-        """As :meth:`generate`, but yields what each step adds to each prompt.  Closing the iterator aborts what still runs."""
+        """As :meth:`generate`, but yields what each step adds to each prompt.  Closing the iterator aborts what still runs.
+
+        Streams may be open side by side: whichever is asked for more steps the engine for all of them.
+        """
         each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params must be one for all or one for each of {len(prompts)} prompts, got {len(each)}")
@@ -129,26 +135,45 @@ class LLM:
                 except ValueError as error:
                     raise ValueError(f"prompt {i}: {error}") from None
                 running[request_id] = (i, Detokenizer(self._token_bytes), StopMatcher(own.stop))
+                self._open[request_id] = deque()
             while running:
-                yield from self._step(running)
+                for output in self._next_outputs(running):
+                    delta = self._delta(output, *running[output.request_id])
+                    if delta.finish_reason is not None:
+                        del running[output.request_id], self._open[output.request_id]
+                        self.engine.abort(output.request_id)  # a stop string: the engine doesn't know yet
+                    yield delta
         finally:
             for request_id in running:
+                self._open.pop(request_id, None)
                 self.engine.abort(request_id)
 
-    def _step(self, running: dict[str, tuple[int, Detokenizer, StopMatcher]]) -> Iterator[GenerationOutput]:
-        for output in self.engine.step():
-            index, detokenizer, stop = running[output.request_id]
-            if output.finish_reason == "error":
-                raise RuntimeError(f"prompt {index}: the engine failed: {output.error}")
-            final = output.finish_reason is not None
-            text = stop.feed(detokenizer.feed(output.token_ids, final=final), final=final)
-            finish_reason: FinishReason | None = "stop" if stop.matched is not None else output.finish_reason
-            if finish_reason is not None:
-                del running[output.request_id]
-                self.engine.abort(output.request_id)  # a stop string: the engine doesn't know yet
-            yield GenerationOutput(
-                index, text, output.token_ids, output.logprobs, finish_reason, output.num_prompt_tokens, output.num_cached_tokens
-            )
+    def _next_outputs(self, running: Collection[str]) -> list[RequestOutput]:
+        """What these requests were given and their stream has not seen, stepping the engine until there is something.
+
+        At most one output of each, so that one stream's end is known before more of it is looked at.
+        """
+        while not any(self._open[request_id] for request_id in running):
+            if not self.engine.has_unfinished:
+                raise RuntimeError("the requests are gone: the engine was interrupted in a step of another stream")
+            for output in self.engine.step():
+                self._open[output.request_id].append(output)
+        return [self._open[request_id].popleft() for request_id in running if self._open[request_id]]
+
+    def _delta(self, output: RequestOutput, index: int, detokenizer: Detokenizer, stop: StopMatcher) -> GenerationOutput:
+        if output.finish_reason == "error":
+            raise RuntimeError(f"prompt {index}: the engine failed: {output.error}")
+        final = output.finish_reason is not None
+        text = stop.feed(detokenizer.feed(output.token_ids, final=final), final=final)
+        return GenerationOutput(
+            index,
+            text,
+            output.token_ids,
+            output.logprobs,
+            "stop" if stop.matched is not None else output.finish_reason,
+            output.num_prompt_tokens,
+            output.num_cached_tokens,
+        )
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt

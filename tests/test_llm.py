@@ -74,6 +74,34 @@ def test_closing_a_stream_aborts_what_still_runs(llm: LLM):
     assert llm.engine.stats()["blocks_locked"] == 0
 
 
+def test_streams_may_be_open_side_by_side(llm: LLM):
+    expected = [output.token_ids for output in llm.generate(["the quick", "brown fox"], GREEDY)]
+    first, second = llm.stream(["the quick"], GREEDY), llm.stream(["brown fox"], GREEDY)
+    tokens: tuple[list[int], list[int]] = ([], [])
+    tokens[0].extend(next(first).token_ids)
+    assert llm.generate(["brown fox"], GREEDY)[0].token_ids == expected[1]
+    tokens[1].extend(next(second).token_ids)
+    for stream, own in zip((first, second), tokens, strict=True):
+        for delta in stream:
+            own.extend(delta.token_ids)
+    assert list(tokens) == expected
+    assert llm.engine.stats()["blocks_locked"] == 0
+
+
+def test_a_stream_whose_requests_were_interrupted_in_another_says_so(llm: LLM, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    stream = llm.stream(["the quick"], GREEDY)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["brown fox"], GREEDY)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        next(stream)
+
+
 def test_chat_answers_one_conversation_or_several(llm: LLM):
     conversation = [{"role": "user", "content": "the quick brown fox?"}]
     (one,) = llm.chat(conversation, GREEDY)
