@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,7 @@ class Engine:
         model = load_model(source, self.model_config, dtype=dtype, device=device, backend=backend)
         kv = KVStorage(self.model_config, config.num_blocks, config.block_size, dtype, device, backend)
         self.runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len())
-        self.cache = PrefixCache(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.cache,
-            queue_policy(config.policy, config.aging_tokens_per_second),
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_seqs=config.max_num_seqs,
-        )
+        self._start_empty()
         self.max_model_len = self._max_model_len()
         self.dtype = dtype
         self.device = device
@@ -62,6 +57,16 @@ class Engine:
         self._started = time.monotonic()
         self._steps = self._prompt_tokens_computed = self._generated_tokens = 0
         self._prefill_seconds = 0.0
+
+    def _start_empty(self) -> None:
+        config = self.config
+        self.cache = PrefixCache(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.cache,
+            queue_policy(config.policy, config.aging_tokens_per_second),
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
 
     def _max_model_len(self) -> int:
         limits = [self.model_config.max_position_embeddings, self.config.num_blocks * self.config.block_size]
@@ -74,10 +79,15 @@ class Engine:
     ) -> None:
         """Queue a request.  Raises ``ValueError`` naming the field and its limit; then nothing was queued."""
         params.validate()
-        prompt = np.asarray(token_ids, dtype=np.int64)
         vocab_size = self.model_config.vocab_size
-        if prompt.ndim != 1 or not len(prompt):
+        if not len(token_ids):
             raise ValueError("prompt must hold at least 1 token, got none")
+        try:
+            prompt = np.asarray(token_ids)
+        except (ValueError, OverflowError):  # lists of different lengths
+            prompt = np.empty(0)
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise ValueError(f"prompt must be a flat list of token ids from 0 to {vocab_size - 1}, got {str(token_ids)[:80]}")
         if len(prompt) + 1 > self.max_model_len:
             raise ValueError(f"prompt must be at most {self.max_model_len - 1} tokens here, got {len(prompt)}")
         if len(prompt) + params.max_tokens > self.max_model_len:
@@ -109,7 +119,18 @@ class Engine:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; return what it adds to each request that got a token or failed."""
+        """Compute one batch; return what it adds to each request that got a token or failed.
+
+        Where it raises, all requests are gone and the cache is empty.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            # Ctrl-C may have cut anything short, and blocks were published whose K/V were never computed.
+            self._start_empty()
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule(time.monotonic())
         if not batch.sequences:
             return []
@@ -118,15 +139,17 @@ class Engine:
         try:
             with torch_threads(self._torch_threads):
                 token_ids, logprobs = sample(self.runner.forward(batch), requests)
+        except torch.AcceleratorError:  # the device is lost to this process: only another one can go on
+            raise
         except Exception as error:
             logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
-            return self._fail(batch, f"{type(error).__name__}: {error}")
-        except BaseException:
-            self._fail(batch, "interrupted")
-            raise
+            return self._fail([seq.request for seq in batch.sequences], f"{type(error).__name__}: {error}")
         self._count(batch, time.monotonic() - started)
-        outputs = []
+        overflowed = [request for request, token_id in zip(requests, token_ids, strict=True) if token_id < 0]
+        outputs = self._fail(overflowed, "the model's logits are not finite: it overflowed on this prompt") if overflowed else []
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
+            if token_id < 0:
+                continue
             request.append(token_id)
             finish_reason = self._finish_reason(request, token_id)
             if finish_reason:
@@ -149,11 +172,10 @@ class Engine:
             return "stop"
         return "length" if request.num_output_tokens == params.max_tokens else None
 
-    def _fail(self, batch: Batch, error: str) -> list[RequestOutput]:
-        """End the batch's requests.  Blocks they published hold no K/V, so the cache must forget them."""
+    def _fail(self, requests: Sequence[Request], error: str) -> list[RequestOutput]:
+        """End requests.  Blocks they published hold no K/V, or bad ones, so the cache must forget them."""
         outputs = []
-        for seq in batch.sequences:
-            request = seq.request
+        for request in requests:
             self.scheduler.remove(request)
             outputs.append(
                 RequestOutput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,19 @@ def finish(engine: Engine) -> dict[str, list[int]]:
         ([5], {"logit_bias": {1: math.inf}}, r"logit_bias\[1\] must be between -100 and 100"),
         ([5], {"logprobs": 21}, "logprobs must be between 0 and 20"),
         ([5], {"seed": 2**63}, "seed must be a 64-bit integer"),
+        ([5], {"seed": 1.5}, "seed has a wrong type: expected `int | null`, got `float`"),
+        ([5], {"max_tokens": 2.5}, "max_tokens has a wrong type: expected `int`, got `float`"),
+        ([5], {"max_tokens": "5"}, "max_tokens has a wrong type: expected `int`, got `str`"),
+        ([5], {"temperature": None}, "temperature has a wrong type: expected `float`, got `null`"),
+        ([5], {"stop": "ab"}, "stop has a wrong type: expected `array`, got `str`"),
+        ([5], {"repetition_penalty": 1e-38}, "repetition_penalty must be between 0.01 and 10"),
+        ([1.9, 2.2], {}, r"prompt must be a flat list of token ids from 0 to \d+, got \[1.9, 2.2\]"),
+        ([None], {}, "prompt must be a flat list of token ids"),
+        ([2**70], {}, "prompt must be a flat list of token ids"),
+        ([[1, 2]], {}, "prompt must be a flat list of token ids"),
+        ([[1], [2, 3]], {}, "prompt must be a flat list of token ids"),
+        ([2**63], {}, "prompt must be made of token ids from 0 to"),
+        ("ab", {}, "prompt must be a flat list of token ids"),
     ],
 )
 def test_a_bad_request_is_refused_by_field_and_limit_and_queues_nothing(engine: Engine, token_ids, params, message: str):
@@ -115,17 +129,63 @@ def test_a_failed_step_ends_its_requests_and_the_cache_forgets_what_was_not_comp
     assert finish(engine)["after"] == expected
 
 
-def test_ctrl_c_in_a_step_leaves_nothing_locked(engine: Engine, monkeypatch):
-    def interrupt(batch):
+@pytest.mark.parametrize("where", ["cache.take_copies", "cache.publish", "runner.forward", "_count"])
+def test_ctrl_c_anywhere_in_a_step_leaves_nothing_locked_and_nothing_cached_that_was_not_computed(
+    engine: Engine, monkeypatch, where: str
+):
+    prompt = list(range(3, 60))
+    engine.add("before", prompt, GREEDY)
+    expected = finish(engine)["before"]
+    engine.reset_cache()
+    engine.add("interrupted", prompt, GREEDY)
+    owner, name = operator.attrgetter(where.rpartition(".")[0])(engine) if "." in where else engine, where.rpartition(".")[2]
+    real = getattr(owner, name)
+
+    def interrupt(*args):
+        real(*args)
         raise KeyboardInterrupt
 
-    engine.add("interrupted", [5, 6, 7], GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "forward", interrupt)
+        patch.setattr(owner, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.has_unfinished
-    assert engine.stats()["blocks_locked"] == 0
+    assert engine.stats()["blocks_free"] == engine.stats()["blocks_total"]
+    engine.cache.check()
+    engine.add("after", prompt, GREEDY)
+    assert finish(engine)["after"] == expected
+
+
+def test_a_prompt_that_overflows_fails_alone(engine: Engine, monkeypatch):
+    prompt = list(range(3, 60))
+    engine.add("fine", prompt, GREEDY)
+    expected = finish(engine)["fine"]
+    real = engine.runner.forward
+
+    def overflow(batch):
+        logits = real(batch).clone()
+        logits[[seq.request.request_id for seq in batch.sequences if seq.samples].index("bad")] = float("nan")
+        return logits
+
+    engine.add("fine", prompt, GREEDY)
+    engine.add("bad", [7, 8, 9], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", overflow)
+        outputs = {output.request_id: output for output in engine.step()}
+    assert outputs["bad"].finish_reason == "error"
+    assert "not finite" in outputs["bad"].error
+    assert [*outputs["fine"].token_ids, *finish(engine)["fine"]] == expected
+
+
+def test_a_device_that_is_lost_ends_the_process_not_only_the_requests(engine: Engine, monkeypatch):
+    def assert_on_device(batch):
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    engine.add("doomed", [5, 6, 7], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", assert_on_device)
+        with pytest.raises(torch.AcceleratorError):
+            engine.step()
 
 
 def test_a_stop_token_ends_the_output_unless_end_of_sequence_is_ignored(engine: Engine):
