@@ -52,7 +52,6 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
 
@@ -127,7 +126,6 @@ def _config_from_json(architecture: str, raw: dict[str, Any], generation: dict[s
         o_bias=attention_bias and not qwen2,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
         qk_norm=qwen3,
-        bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         dtype=_saved_dtype(raw.get("dtype") or raw.get("torch_dtype")),
     )
@@ -214,7 +212,6 @@ def _config_from_metadata(arch: str, meta: dict[str, Any], file: GGUFFile) -> Mo
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
         # Quantised weights carry about as many digits as bfloat16, which holds float32's whole range.
         dtype="float32" if tensors["blk.0.attn_q.weight"].kind.name == "F32" else "bfloat16",

@@ -42,8 +42,8 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "arrival_time", "first_token_time", "lease", "namespace", "num_cached_tokens", "num_computed_tokens",
-        "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "request_id",
+        "_buffer", "arrival_time", "lease", "namespace", "num_cached_tokens", "num_computed_tokens", "num_preemptions",
+        "num_prompt_tokens", "num_tokens", "params", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +62,6 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.arrival_time = arrival_time
-        self.first_token_time: float | None = None
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
