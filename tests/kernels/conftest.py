@@ -14,14 +14,30 @@ from torch import Tensor
 from radixkv.kernels import AttentionMetadata, cpu
 
 
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skips where there is no C compiler."""
+    try:
+        cpu.build.find_compiler()
+    except cpu.build.BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def native(compiler: None) -> None:
+    """The compiled C kernels.  Where there is a compiler, kernels that it can't compile fail the test: the engine only warns."""
+    cpu.build.load(cpu.build.build())
+    assert cpu.is_native(torch.float32), "RADIXKV_NO_NATIVE is set"
+
+
 @pytest.fixture(params=["native-float32", "native-bfloat16", "torch-float32", "torch-bfloat16", "torch-float16"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Each dtype of the CPU backend, computed by the C kernels or, without them, by torch."""
+    """Each dtype of the CPU backend, computed by the C kernels or by torch."""
     kind, name = request.param.split("-")
     if kind == "torch":
         monkeypatch.setattr(cpu, "is_native", lambda dtype: False)
-    elif not cpu.is_native(torch.float32):
-        pytest.skip("no C compiler here")
+    else:
+        request.getfixturevalue("native")
     result: torch.dtype = getattr(torch, name)
     return result
 

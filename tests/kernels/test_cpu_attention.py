@@ -257,7 +257,7 @@ def test_a_fresh_cache_is_zero(dtype: torch.dtype) -> None:
         assert (cache == 0).all()
 
 
-@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+@pytest.mark.usefixtures("native")
 def test_wrong_dtypes_are_refused_rather_than_read_as_something_else() -> None:
     caches = cpu.allocate_kv(4, 16, 1, 64, torch.float32, CPU)
     one, x = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, 64)
@@ -273,7 +273,7 @@ def test_wrong_dtypes_are_refused_rather_than_read_as_something_else() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("flags", [("-DVBYTES=16",), ("-DVBYTES=32",), ("-DVBYTES=64",), ("-DVBYTES=64", "-DDOT_PAIRS=1")])
 def test_the_code_for_every_cpu_agrees_with_float64(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler splits vectors that are wider than this CPU's, so the code of every width runs anywhere."""

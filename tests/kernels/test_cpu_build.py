@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,6 @@ import pytest
 
 from radixkv.kernels.cpu import build
 
-needs_compiler = pytest.mark.skipif(
-    all(shutil.which(name) is None for name in build.COMPILERS), reason=f"none of {', '.join(build.COMPILERS)} is installed"
-)
 QUICK_SOURCES = ("kv.c", "parallel.c")  # these tests compile again and again: a part of the library will do
 
 
@@ -88,7 +84,7 @@ def test_the_environment_can_ask_for_torch_without_a_warning(
     assert not cache.exists()
 
 
-@needs_compiler
+@pytest.mark.usefixtures("compiler")
 def test_a_second_build_finds_the_first_and_other_flags_make_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build.build()
     written = first.stat().st_mtime_ns
@@ -110,7 +106,7 @@ print(path)
 """
 
 
-@needs_compiler
+@pytest.mark.usefixtures("compiler")
 def test_processes_that_compile_at_once_all_get_a_whole_library(cache: Path) -> None:
     command = [sys.executable, "-P", "-c", RACE]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -94,7 +94,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
             assert torch.equal(operation(rows), whole[rows])
 
 
-@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+@pytest.mark.usefixtures("native")
 def test_layouts_the_kernels_cannot_read_are_refused() -> None:
     q = torch.zeros(4, 64, 9).transpose(1, 2)
     with pytest.raises(ValueError, match="heads must be contiguous"):

@@ -83,7 +83,7 @@ def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
     assert cpu.linear(torch.empty(0, 64, dtype=dtype), cpu.pack_linear(weight, bias)).shape == (0, 40)
 
 
-@pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+@pytest.mark.usefixtures("native")
 def test_a_wrong_width_or_dtype_is_refused() -> None:
     _, weight, _ = make(1, 40, 64, torch.float32)
     packed = cpu.pack_linear(weight, None)
@@ -93,7 +93,7 @@ def test_a_wrong_width_or_dtype_is_refused() -> None:
         cpu.linear(torch.zeros(1, 64, dtype=torch.bfloat16), packed)
 
 
-@pytest.mark.skipif(not cpu.is_native(torch.bfloat16), reason="no C compiler here")
+@pytest.mark.usefixtures("native")
 def test_bfloat16_weights_stay_bfloat16_in_memory() -> None:
     weight = torch.zeros(160, 64, dtype=torch.bfloat16)
     packed = cpu.pack_linear(weight, None)

@@ -14,7 +14,7 @@ import torch
 from radixkv.kernels import cpu
 from radixkv.platform import torch_threads
 
-pytestmark = pytest.mark.skipif(not cpu.is_native(torch.float32), reason="no C compiler here")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.fixture
