@@ -33,7 +33,7 @@ class TileShape:
     group: int
     block_size: int
     rows: int
-    """Query rows, a row being one query head of one token."""
+    """Query rows, a row being one query head of one token: at least a token's whole group."""
     keys: int
     num_warps: int
 
@@ -43,12 +43,14 @@ class TileShape:
         block_size, num_kv_heads, head_dim = k_cache.shape[1:]
         padded_dim = max(16, triton.next_power_of_2(head_dim))
         size = q.element_size()
+        group = q.shape[1] // num_kv_heads
         return cls(
             head_dim=head_dim,
             padded_dim=padded_dim,
-            group=q.shape[1] // num_kv_heads,
+            group=group,
             block_size=block_size,
-            rows=64 if size == 2 else 16,  # float32 is summed without matrix units, where idle rows would cost a decode dear
+            # float32 is summed without matrix units, where idle rows would cost a decode dear.
+            rows=max(64 if size == 2 else 16, triton.next_power_of_2(group)),
             keys=min(64, 16384 // (padded_dim * size)),
             num_warps=8 if padded_dim > 128 else 4,
         )

@@ -36,6 +36,9 @@ def assert_as_exact_as_its_dtype_allows(out: Tensor, batch: Any) -> None:
         (torch.float32, 4, 64, 128, [5, 1], [6, 100]),
         (torch.bfloat16, 16, 128, 256, [1, 5], [33, 129]),
         (torch.float16, 8, 32, 128, [1, 1], [100, 33]),
+        (torch.float32, 32, 16, 64, [1, 3], [40, 70]),
+        (torch.float32, 24, 8, 80, [2, 1], [9, 300]),
+        (torch.bfloat16, 71, 16, 64, [1, 3], [40, 20]),
     ],
 )
 def test_attention_equals_the_reference(
@@ -46,7 +49,7 @@ def test_attention_equals_the_reference(
     assert_as_exact_as_its_dtype_allows(batch.attend(triton_backend), batch)
 
 
-GROUPS = (1, 2, 3, 5, 7, 8, 12, 16)
+GROUPS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 32, 71)
 GRID = list(enumerate(itertools.product(range(3), DTYPES, (64, 80, 96, 128, 256))))
 
 
@@ -56,7 +59,7 @@ def test_attention_equals_the_reference_over_the_grid(
     triton_backend: Any, paged_batch: Callable[..., Any], index: int, point: tuple[int, torch.dtype, int]
 ) -> None:
     _, dtype, head_dim = point
-    group, block_size = GROUPS[index % 8], 2 ** (index // 5 % 8)
+    group, block_size = GROUPS[index % len(GROUPS)], 2 ** (index // 5 % 8)
     query_lens, seq_lens = [1 + index % 2, 1, block_size % 40 + 1, 1], [2 + index % 3, 64 + index, block_size * 2, 256 + index % 2]
     batch = paged_batch(query_lens, seq_lens, block_size, 1, group, head_dim, dtype, DEVICE)
     assert_as_exact_as_its_dtype_allows(batch.attend(triton_backend), batch)
