@@ -25,13 +25,13 @@ SHAPES = [  # dtype, head_dim, group, block_size
 ]
 
 
-def compile_for(targets: list[str], attention: list[tuple[str, int, int, int]], rest: list[str]) -> list[dict[str, Any]]:
+def compile_for(target: str, attention: list[tuple[str, int, int, int]], rest: list[str]) -> list[dict[str, Any]]:
     """Run the compiler in a process that doesn't interpret Triton."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("triton_ahead_of_time.py")
-    command = [sys.executable, "-P", script, json.dumps([targets, attention, rest])]
+    command = [sys.executable, "-P", script, json.dumps([target, attention, rest])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    if "ROCm linker" in done.stderr:
+    if done.returncode and target == "gfx942" and "ROCm linker" in done.stderr:
         pytest.skip("this version of Triton links for ROCm with a linker that isn't installed here")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -52,7 +52,7 @@ def check(binaries: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("target", "rest"), [("sm_90", ["bfloat16"]), ("gfx942", [])])
 def test_the_kernels_compile_for_a_gpu_of_each_kind(target: str, rest: list[str]) -> None:
-    binaries = compile_for([target], SHAPES[:1], rest)
+    binaries = compile_for(target, SHAPES[:1], rest)
     assert {binary["kernel"] for binary in binaries} == (ATTENTION | OTHERS if rest else ATTENTION)
     check(binaries)
 
@@ -60,6 +60,6 @@ def test_the_kernels_compile_for_a_gpu_of_each_kind(target: str, rest: list[str]
 @pytest.mark.full
 @pytest.mark.parametrize("target", SHARED_MEMORY_LIMIT)
 def test_every_kernel_compiles_for_every_target(target: str) -> None:
-    binaries = compile_for([target], SHAPES, ["bfloat16", "float32"])
+    binaries = compile_for(target, SHAPES, ["bfloat16", "float32"])
     assert {binary["kernel"] for binary in binaries} == ATTENTION | OTHERS
     check(binaries)

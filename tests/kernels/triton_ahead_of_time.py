@@ -6,7 +6,6 @@ The backend's own functions run on CPU tensors, the launch replaced by a recorde
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -93,14 +92,14 @@ def launch_the_rest(dtype: torch.dtype) -> None:
     backend.silu_mul(torch.zeros(2, 3072, dtype=dtype))
 
 
-def main(targets: list[str], attention: list[list[Any]], rest: list[str]) -> None:
-    """Compile for the targets: attentions by dtype, head dim, group and block size; the other kernels by dtype."""
+def main(target: str, attention: list[list[Any]], rest: list[str]) -> None:
+    """Compile for the target: attentions by dtype, head dim, group and block size; the other kernels by dtype."""
     JITFunction.run = record
     for dtype, *shape in attention:
         launch_attention(getattr(torch, dtype), *shape)
     for dtype in rest:
         launch_the_rest(getattr(torch, dtype))
-    for (kernel, arguments), target in itertools.product(launches, targets):
+    for kernel, arguments in launches:
         compiled = compile_launch(kernel, arguments, TARGETS[target])
         binary, assembly = ("hsaco", "amdgcn") if TARGETS[target].backend == "hip" else ("cubin", "ptx")
         facts = {
