@@ -22,6 +22,7 @@ SHAPES = [  # dtype, head_dim, group, block_size
     ("float16", 80, 5, 8),
     ("bfloat16", 256, 16, 128),
     ("float32", 128, 4, 16),
+    ("float32", 64, 32, 16),
 ]
 
 
