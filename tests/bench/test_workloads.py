@@ -15,19 +15,16 @@ from typing import Any
 import pytest
 
 from bench.workloads import WORKLOADS, agent, fewshot, unique, word_problem
+from radixkv.model.loader import ModelSource
+from radixkv.model.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def count() -> Any:
+def count(default_model: ModelSource) -> Any:
     """Token counts by the default model's own tokenizer."""
-    loader = pytest.importorskip("radixkv.model.loader")
-    tokenizer = pytest.importorskip("radixkv.model.tokenizer")
-    try:
-        encode = tokenizer.load_tokenizer(loader.resolve_model("smollm2-135m", quiet=True)).encode
-    except OSError as error:
-        pytest.skip(f"the default model can't be had here: {error}")
+    encode = load_tokenizer(default_model).encode
     return lambda text: len(encode(text))
 
 

@@ -20,7 +20,7 @@ import pytest
 from openai import OpenAI
 
 from radixkv import LLM, SamplingParams
-from radixkv.model.fetch import ALIASES, models_folder
+from radixkv.model.loader import ModelSource
 from radixkv.server.client import Client
 from radixkv.server.launcher import WORKER_COMMAND
 
@@ -210,9 +210,7 @@ def test_after_the_worker_is_killed_the_next_one_gives_the_same_answers(server: 
 
 
 @pytest.mark.full
-def test_the_default_model_answers_a_chat_over_openais_client() -> None:
-    if not (models_folder() / ALIASES["smollm2-135m"].file_name).is_file():
-        pytest.skip("the default model is not in the cache")
+def test_the_default_model_answers_a_chat_over_openais_client(default_model: ModelSource) -> None:
     with SUPPORT["starting"](Path("smollm2-135m")) as start:
         server = start(worker_command=WORKER_COMMAND, config={"model": "smollm2-135m"}).wait_ready()
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
