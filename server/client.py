@@ -13,7 +13,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 import zmq
@@ -38,6 +39,7 @@ from radixkv.server.messages import (
     ToClient,
     Usage,
     frames,
+    id_of,
     send_now,
 )
 
@@ -46,8 +48,9 @@ __all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Stre
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text or token ids to continue, or a chat's messages (``{"role": ..., "content": ...}``) to answer."""
 SILENCE_SECONDS = 10.0
-"""A server that says nothing for so long, though it owes an answer and sends a sign of life each second, is gone."""
+"""A server that does not name a request for so long, though it names all that it has each second, is gone or has lost it."""
 DEFAULT_PARAMS = SamplingParams()
+Inbox = TypeVar("Inbox")
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -69,15 +72,25 @@ class Completion(msgspec.Struct, frozen=True):
         return self.choices[0].text
 
 
-class _Base:
-    """What both clients share: what they put on their socket, and how long they wait for an answer."""
+@dataclass
+class _Waiting(Generic[Inbox]):
+    """An open request."""
+
+    inbox: Inbox
+    deadline: float
+    heard: float
+    """When it was sent, or the server last named it."""
+
+
+class _Base(Generic[Inbox]):
+    """What both clients share: what they put on their socket, for whom an answer is, and how long they wait for it."""
 
     def __init__(self, endpoint: str, timeout: float | None) -> None:
         self.endpoint = endpoint
         self.timeout = timeout
         self._parse: Parser[ToClient] = Parser(ToClient)
         self._ids = map(str, itertools.count())
-        self._heard = 0.0
+        self._waiting: dict[str, _Waiting[Inbox]] = {}
 
     def _connect(self, socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(zmq.LINGER, 500)  # so that a last Cancel arrives
@@ -96,24 +109,45 @@ class _Base:
                 raise InvalidRequest(f"messages: {error}", param="messages") from None
         return msgspec.structs.replace(submit, prompt=list(cast(Sequence[int], prompt)))
 
-    def _deadline(self) -> float:
-        return float("inf") if self.timeout is None else time.monotonic() + self.timeout
+    def _new(self, inbox: Inbox) -> _Waiting[Inbox]:
+        now = time.monotonic()
+        return _Waiting(inbox, deadline=float("inf") if self.timeout is None else now + self.timeout, heard=now)
 
-    def _patience(self, deadline: float) -> float:
+    def _patience(self, waiting: _Waiting[Inbox]) -> float:
         """Seconds to wait for the next message.  Raises ``TimeoutError`` or ``Unavailable`` where none are left."""
         now = time.monotonic()
-        if now >= deadline:
+        if now >= waiting.deadline:
             raise TimeoutError(f"{self.endpoint}: not done within {self.timeout:g} s")
-        if now >= self._heard + SILENCE_SECONDS:
-            raise Unavailable(f"{self.endpoint}: no sign of life for {SILENCE_SECONDS:g} s")
-        return min(self._heard + SILENCE_SECONDS, deadline) - now
+        if now >= waiting.heard + SILENCE_SECONDS:
+            raise Unavailable(
+                f"{self.endpoint}: no sign of life of this request for {SILENCE_SECONDS:g} s: "
+                "the server is gone, or was restarted and has lost it"
+            )
+        return min(waiting.heard + SILENCE_SECONDS, waiting.deadline) - now
+
+    def _addressed(self, received: list[bytes]) -> tuple[ToClient, list[Inbox]]:
+        """A message, and where it belongs.  One that can't be read fails the request it names, or all where it names none."""
+        message: ToClient
+        try:
+            message = self._parse(received)
+            named = message.ids if isinstance(message, Alive) else [message.id]
+        except InvalidRequest as error:
+            id = id_of(received)
+            message = Failed(id=id, kind="internal", message=f"{self.endpoint} sent an answer that can't be read: {error}")
+            named = [id] if id else list(self._waiting)
+        waiting = [self._waiting[id] for id in named if id in self._waiting]
+        now = time.monotonic()
+        for request in waiting:
+            request.heard = now
+        return message, [] if isinstance(message, Alive) else [request.inbox for request in waiting]
 
 
-class Client(_Base):
+class Client(_Base[deque[ToClient]]):
     """A blocking client, for one thread.
 
-    ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a dead server ends the waiting
-    (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and limit.
+    ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a server that is gone or has lost
+    the request ends the waiting (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and
+    limit.
     """
 
     def __init__(self, endpoint: str, *, timeout: float | None = None) -> None:
@@ -121,7 +155,6 @@ class Client(_Base):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._connect(self._socket)
-        self._inbox: dict[str, deque[ToClient]] = {}
 
     def __enter__(self) -> Client:
         return self
@@ -154,39 +187,38 @@ class Client(_Base):
         self._call(ResetCache(id=next(self._ids)))
 
     def _call(self, message: GetStats | ResetCache) -> ToClient:
-        self._open(message.id, message)
+        self._open(message)
         try:
-            return self._receive(message.id, self._deadline())
+            return self._receive(message.id)
         finally:
             self._close(message.id, cancel=False)
 
-    def _open(self, id: str, message: Message) -> None:
+    def _open(self, message: Submit | GetStats | ResetCache) -> None:
         parts = frames(message)
-        self._inbox[id] = deque()
-        self._heard = time.monotonic()
+        waiting = self._new(deque())
         self._socket.send_multipart(parts)
+        self._waiting[message.id] = waiting
 
     def _close(self, id: str, *, cancel: bool) -> None:
-        self._inbox.pop(id, None)
+        self._waiting.pop(id, None)
         if cancel and not self._socket.closed:
             self._socket.send_multipart(frames(Cancel(id=id)))
 
-    def _receive(self, id: str, deadline: float) -> ToClient:
+    def _receive(self, id: str) -> ToClient:
         """The next message about ``id``; others are kept for whoever asks for them."""
-        inbox = self._inbox[id]
-        if time.monotonic() >= deadline:
-            self._patience(deadline)
-        while not inbox:
+        waiting = self._waiting[id]
+        if time.monotonic() >= waiting.deadline:
+            self._patience(waiting)
+        while not waiting.inbox:
             # Look before judging a silence: the time since the last read may have been the caller's own.
-            if self._socket.poll(0) or self._socket.poll(int(1000 * self._patience(deadline)) + 1):
-                message = self._parse(self._socket.recv_multipart())
-                self._heard = time.monotonic()
-                if not isinstance(message, Alive) and message.id in self._inbox:
-                    self._inbox[message.id].append(message)
-        return _checked(inbox.popleft())
+            if self._socket.poll(0) or self._socket.poll(_milliseconds(self._patience(waiting))):
+                message, inboxes = self._addressed(self._socket.recv_multipart())
+                for inbox in inboxes:
+                    inbox.append(message)
+        return _checked(waiting.inbox.popleft())
 
 
-class AsyncClient(_Base):
+class AsyncClient(_Base[asyncio.Queue[ToClient]]):
     """The same for asyncio: any number of requests at once, on one event loop.  Open it with ``async with``."""
 
     def __init__(self, endpoint: str, *, timeout: float | None = None) -> None:
@@ -194,7 +226,6 @@ class AsyncClient(_Base):
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         self._connect(self._socket)
-        self._inbox: dict[str, asyncio.Queue[ToClient]] = {}
         self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> AsyncClient:
@@ -234,26 +265,24 @@ class AsyncClient(_Base):
         await self._call(ResetCache(id=next(self._ids)))
 
     async def _call(self, message: GetStats | ResetCache) -> ToClient:
-        self._open(message.id, message)
+        self._open(message)
         try:
-            return await self._receive(message.id, self._deadline())
+            return await self._receive(message.id)
         finally:
             self._close(message.id, cancel=False)
 
     async def _read(self) -> None:
         while True:
-            message = self._parse(await self._socket.recv_multipart())
-            self._heard = time.monotonic()
-            if not isinstance(message, Alive) and message.id in self._inbox:
-                self._inbox[message.id].put_nowait(message)
+            message, inboxes = self._addressed(await self._socket.recv_multipart())
+            for inbox in inboxes:
+                inbox.put_nowait(message)
 
-    def _open(self, id: str, message: Message) -> None:
-        self._inbox[id] = asyncio.Queue()
-        self._heard = time.monotonic()
+    def _open(self, message: Submit | GetStats | ResetCache) -> None:
         self._send(message)
+        self._waiting[message.id] = self._new(asyncio.Queue())
 
     def _close(self, id: str, *, cancel: bool) -> None:
-        self._inbox.pop(id, None)
+        self._waiting.pop(id, None)
         if cancel and not self._socket.closed:
             self._send(Cancel(id=id))
 
@@ -261,13 +290,13 @@ class AsyncClient(_Base):
         if not send_now(self._socket, frames(message)):
             raise Unavailable(f"{self.endpoint}: takes no more messages")
 
-    async def _receive(self, id: str, deadline: float) -> ToClient:
-        queue = self._inbox[id]
+    async def _receive(self, id: str) -> ToClient:
+        waiting = self._waiting[id]
         while True:
-            patience = self._patience(deadline)
+            patience = self._patience(waiting)
             try:
-                return _checked(await asyncio.wait_for(queue.get(), patience))
-            except TimeoutError:  # ours is late, but an answer to another request may have been heard meanwhile
+                return _checked(await asyncio.wait_for(waiting.inbox.get(), patience))
+            except TimeoutError:  # no message, but the request may have been named meanwhile
                 continue
 
 
@@ -278,10 +307,9 @@ class _Streaming:
         self.usage: Usage | None = None
         """There when the iteration has ended."""
         self._id = submit.id
-        self._deadline = client._deadline()
         self._end_request = client._close
         self._open = True
-        client._open(submit.id, submit)
+        client._open(submit)
 
     def cancel(self) -> None:
         """Stop the request, if it still runs; no more deltas come."""
@@ -317,7 +345,7 @@ class Stream(_Streaming):
     def __iter__(self) -> Iterator[Delta]:
         while self._open:
             try:
-                delta = self._delta(self._client._receive(self._id, self._deadline))
+                delta = self._delta(self._client._receive(self._id))
             except BaseException:
                 self.cancel()
                 raise
@@ -341,12 +369,17 @@ class AsyncStream(_Streaming):
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while self._open:
             try:
-                delta = self._delta(await self._client._receive(self._id, self._deadline))
+                delta = self._delta(await self._client._receive(self._id))
             except BaseException:
                 self.cancel()
                 raise
             if delta is not None:
                 yield delta
+
+
+def _milliseconds(seconds: float) -> int:
+    """Rounded up: a poll of none would not wait."""
+    return int(1000 * seconds) + 1
 
 
 def _checked(message: ToClient) -> ToClient:

@@ -26,18 +26,22 @@ HEADER = b"radixkv/1"
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all messages."""
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of all messages.  Fields that a reader doesn't know are ignored in answers, which a newer server may say more in."""
+
+
+class Request(Message, frozen=True, forbid_unknown_fields=True):
+    """Base of what is asked for: a field that would be ignored here is a misspelt one."""
 
 
 # --- either socket -----------------------------------------------------------------------------------------------------------
 
 
-class GetStats(Message, frozen=True, kw_only=True, tag="get_stats"):
+class GetStats(Request, frozen=True, kw_only=True, tag="get_stats"):
     id: str
 
 
-class ResetCache(Message, frozen=True, kw_only=True, tag="reset_cache"):
+class ResetCache(Request, frozen=True, kw_only=True, tag="reset_cache"):
     id: str
 
 
@@ -75,7 +79,7 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
 # --- frontend and worker -----------------------------------------------------------------------------------------------------
 
 
-class Generate(Message, frozen=True, kw_only=True, tag="generate"):
+class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     """One sequence to continue.  ``params.stop`` is empty: stop strings are text, and the worker knows none."""
 
     request_id: str
@@ -84,7 +88,7 @@ class Generate(Message, frozen=True, kw_only=True, tag="generate"):
     namespace: str = ""
 
 
-class Abort(Message, frozen=True, kw_only=True, tag="abort"):
+class Abort(Request, frozen=True, kw_only=True, tag="abort"):
     """Forget these requests.  Ids that are not running are ignored; there is no answer."""
 
     request_ids: list[str]
@@ -134,7 +138,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Submit(Message, frozen=True, kw_only=True, tag="submit"):
+class Submit(Request, frozen=True, kw_only=True, tag="submit"):
     """Generate from ``prompt`` (text or token ids) or from ``messages`` (a chat): one of the two."""
 
     id: str
@@ -147,7 +151,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     model: str | None = None
 
 
-class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
+class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
     """Stop request ``id`` and hear no more of it.  An id that is not open is ignored; there is no answer."""
 
     id: str
@@ -189,7 +193,13 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
 
 
 class Alive(Message, frozen=True, kw_only=True, tag="alive"):
-    """Sent once a second to every client with open requests, so that either side can tell that the other is gone."""
+    """Sent once a second to every client with open requests, so that either side can tell that the other is gone.
+
+    A request that the client waits for and the server does not name is lost, unless it is still on its way.
+    """
+
+    ids: list[str]
+    """The client's open requests: all of them."""
 
 
 ToFrontend = Submit | Cancel | GetStats | ResetCache

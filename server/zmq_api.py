@@ -154,8 +154,8 @@ class ZmqDoor:
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_SECONDS)
-            for client in list(self._tasks):
-                self._send(client, Alive())
+            for client, tasks in list(self._tasks.items()):
+                self._send(client, Alive(ids=list(tasks)))
 
     def _send(self, client: bytes, message: ToClient) -> None:
         if not send_now(self._socket, [client, *frames(message)]):

@@ -17,7 +17,7 @@ import zmq
 from radixkv.sampling_params import SamplingParams
 from radixkv.server.client import AsyncClient, Client
 from radixkv.server.errors import InvalidRequest, Unavailable, UnknownModel
-from radixkv.server.messages import HEADER, Cancel, Chunk, Failed, Parser, Submit, ToClient, frames
+from radixkv.server.messages import HEADER, Alive, Cancel, Chunk, Failed, Parser, Submit, ToClient, frames
 from radixkv.server.zmq_api import check_endpoint
 
 PROMPT = "the quick brown fox, grüße 🙂 日本語"
@@ -200,6 +200,17 @@ def test_a_message_that_makes_no_sense_gets_an_error_reply(dealer: zmq.Socket[by
     answer = reply(dealer)
     assert isinstance(answer, Failed)
     assert (answer.kind, answer.id) == ("invalid_request", id)
+
+
+def test_while_requests_are_open_the_server_names_them_all_once_a_second(dealer: zmq.Socket[bytes], server: Any) -> None:
+    for id in ("1", "2"):
+        dealer.send_multipart(frames(Submit(id=id, prompt="abc", params=LONG)))
+    # The first may still be without the second.
+    while not isinstance(answer := reply(dealer), Alive) or sorted(answer.ids) != ["1", "2"]:
+        pass
+    for id in answer.ids:
+        dealer.send_multipart(frames(Cancel(id=id)))
+    server.wait_idle()
 
 
 def test_the_id_of_an_open_request_is_refused(dealer: zmq.Socket[bytes], server: Any) -> None:

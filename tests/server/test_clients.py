@@ -1,0 +1,187 @@
+"""Both clients against a server that the test plays itself, and against one that is killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from radixkv.sampling_params import SamplingParams
+from radixkv.server.client import AsyncClient, AsyncStream, Client, Stream
+from radixkv.server.errors import ServerError, Unavailable
+from radixkv.server.messages import HEADER
+
+USAGE = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
+LONG = SamplingParams(max_tokens=2000)
+
+
+class FakeServer:
+    """Says what the test says."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._client = b""
+
+    def take(self) -> str:
+        """The next request's id."""
+        assert self._socket.poll(5000), "no request"
+        self._client, _, body = self._socket.recv_multipart()
+        return str(msgspec.msgpack.decode(body)["id"])
+
+    def say(self, type: str, **fields: object) -> None:
+        self.say_bytes(msgspec.msgpack.encode({"type": type, **fields}))
+
+    def say_bytes(self, body: bytes) -> None:
+        self._socket.send_multipart([self._client, HEADER, body])
+
+    def answer(self, id: str) -> None:
+        self.say("chunk", id=id, delta={"index": 0, "text": "a", "token_ids": [1], "finish_reason": "length"})
+        self.say("finished", id=id, usage=USAGE)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind("tcp://127.0.0.1:*")
+        yield FakeServer(router)
+
+
+class Blocking:
+    """The blocking client, as these tests use it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._client = Client(endpoint, timeout=30)
+
+    def stream(self, prompt: str) -> Any:
+        return self._client.stream(prompt, LONG)
+
+    def text(self, stream: Stream) -> str:
+        return "".join(delta.text for delta in stream)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class OnALoop:
+    """The async client, whose event loop runs only while something is asked of it here."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(self._opened(endpoint))
+
+    @staticmethod
+    async def _opened(endpoint: str) -> AsyncClient:
+        return await AsyncClient(endpoint, timeout=30).__aenter__()
+
+    def stream(self, prompt: str) -> Any:
+        async def start() -> AsyncStream:
+            return self._client.stream(prompt, LONG)
+
+        return self._runner.run(start())
+
+    def text(self, stream: AsyncStream) -> str:
+        async def read() -> str:
+            return "".join([delta.text async for delta in stream])
+
+        return self._runner.run(read())
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+
+@pytest.fixture(params=[Blocking, OnALoop])
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def client(kind: Any, fake: FakeServer) -> Iterator[Any]:
+    with contextlib.closing(kind(fake.endpoint)) as client:
+        yield client
+
+
+def test_an_answer_that_cannot_be_read_fails_its_request_and_no_other(client: Any, fake: FakeServer) -> None:
+    first, second = client.stream("x"), client.stream("y")
+    a, b = fake.take(), fake.take()
+    fake.say("chunk", id=a, delta="nonsense")
+    fake.answer(b)
+    with pytest.raises(ServerError, match=r"can't be read.*delta"):
+        client.text(first)
+    assert client.text(second) == "a"
+
+
+@pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode({"type": "news"})])
+def test_one_that_names_no_request_fails_all_that_are_open_and_none_later(client: Any, fake: FakeServer, body: bytes) -> None:
+    streams = [client.stream("x"), client.stream("y")]
+    for _ in streams:
+        fake.take()
+    fake.say_bytes(body)
+    for stream in streams:
+        with pytest.raises(ServerError, match="can't be read"):
+            client.text(stream)
+        fake.take()  # the client cancels it
+    later = client.stream("z")
+    fake.answer(fake.take())
+    assert client.text(later) == "a"
+
+
+def test_a_request_that_the_server_no_longer_names_is_lost_and_one_that_it_names_is_not(
+    client: Any, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.server.client.SILENCE_SECONDS", 0.5)
+    lost, known = client.stream("x"), client.stream("y")
+    fake.take()
+    id = fake.take()
+
+    def name_one_until_it_is_done() -> None:
+        for _ in range(20):
+            fake.say("alive", ids=[id])
+            time.sleep(0.1)
+        fake.answer(id)
+
+    server = threading.Thread(target=name_one_until_it_is_done)
+    server.start()
+    with pytest.raises(Unavailable, match="no sign of life"):
+        client.text(lost)
+    assert server.is_alive(), "it was noticed only when nothing was heard about any request"
+    assert client.text(known) == "a"
+    server.join()
+
+
+def test_a_request_that_is_still_on_its_way_is_not_taken_for_lost(client: Any, fake: FakeServer) -> None:
+    client.stream("x")
+    other = fake.take()
+    stream = client.stream("y")
+    fake.say("alive", ids=[other])
+    fake.answer(fake.take())
+    assert client.text(stream) == "a"
+
+
+def test_a_request_open_while_the_server_is_killed_and_started_again_fails_though_others_are_served(
+    kind: Any, start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.server.client.SILENCE_SECONDS", 2.0)
+    endpoint = f"ipc://{tmp_path}/door"
+    server = start_server(zmq=endpoint).wait_ready()
+    with contextlib.closing(kind(endpoint)) as client:
+        lost = client.stream("abc")
+        while server.report()["running"] != 1:
+            time.sleep(0.01)
+        server.kill()
+        server = start_server(zmq=endpoint).wait_ready()
+        other = client.stream("xyz")
+        with pytest.raises(Unavailable, match="no sign of life"):
+            client.text(lost)
+        assert server.report()["running"] == 1
+        assert client.text(other).startswith("xyzxyz")
