@@ -9,6 +9,7 @@ with Client("tcp://127.0.0.1:5555") as client:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -31,7 +32,6 @@ from radixkv.server.messages import (
     Failed,
     Finished,
     GetStats,
-    Message,
     Parser,
     ResetCache,
     Stats,
@@ -196,13 +196,17 @@ class Client(_Base[deque[ToClient]]):
     def _open(self, message: Submit | GetStats | ResetCache) -> None:
         parts = frames(message)
         waiting = self._new(deque())
-        self._socket.send_multipart(parts)
+        while not self._socket.poll(_milliseconds(self._patience(waiting)), zmq.POLLOUT):
+            pass
+        self._socket.send_multipart(parts, zmq.NOBLOCK)
+        waiting.heard = time.monotonic()
         self._waiting[message.id] = waiting
 
     def _close(self, id: str, *, cancel: bool) -> None:
         self._waiting.pop(id, None)
         if cancel and not self._socket.closed:
-            self._socket.send_multipart(frames(Cancel(id=id)))
+            with contextlib.suppress(zmq.Again):  # who takes nothing more is as good as gone
+                self._socket.send_multipart(frames(Cancel(id=id)), zmq.NOBLOCK)
 
     def _receive(self, id: str) -> ToClient:
         """The next message about ``id``; others are kept for whoever asks for them."""
@@ -241,7 +245,7 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         self._socket.close()
-        self._context.term()
+        await asyncio.to_thread(self._context.term)  # which lingers where the server takes nothing
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = ""
@@ -278,17 +282,14 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
                 inbox.put_nowait(message)
 
     def _open(self, message: Submit | GetStats | ResetCache) -> None:
-        self._send(message)
+        if not send_now(self._socket, frames(message)):
+            raise Unavailable(f"{self.endpoint}: takes no more messages")
         self._waiting[message.id] = self._new(asyncio.Queue())
 
     def _close(self, id: str, *, cancel: bool) -> None:
         self._waiting.pop(id, None)
         if cancel and not self._socket.closed:
-            self._send(Cancel(id=id))
-
-    def _send(self, message: Message) -> None:
-        if not send_now(self._socket, frames(message)):
-            raise Unavailable(f"{self.endpoint}: takes no more messages")
+            send_now(self._socket, frames(Cancel(id=id)))  # who takes nothing more is as good as gone
 
     async def _receive(self, id: str) -> ToClient:
         waiting = self._waiting[id]

@@ -123,6 +123,33 @@ def test_a_server_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(ask())
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("timeout", "error"), [(0.3, TimeoutError), (None, Unavailable)])
+def test_a_server_that_takes_no_more_messages_blocks_nobody_for_longer_than_an_answer_would(
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None, error: type[Exception]
+) -> None:
+    monkeypatch.setattr("radixkv.server.client.SILENCE_SECONDS", 0.3)
+    with Client("tcp://127.0.0.1:9", timeout=timeout) as client:
+        streams = [client.stream("x") for _ in range(1000)]  # as many as libzmq keeps for a peer that is not there
+        with pytest.raises(error):
+            client.stream("x")
+        streams[0].cancel()
+
+
+def test_closing_an_async_client_leaves_the_event_loop_free() -> None:
+    async def close() -> int:
+        client = AsyncClient("tcp://127.0.0.1:9")
+        client.stream("x")  # something that the socket lingers for
+        closing = asyncio.create_task(client.close())
+        turns = 0
+        while not closing.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return turns
+
+    assert asyncio.run(close()) > 5
+
+
 def test_the_async_client_runs_many_requests_at_once(endpoint: str, server: Any) -> None:
     async def work() -> None:
         async with AsyncClient(endpoint, timeout=20) as client:
