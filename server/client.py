@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import operator
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -102,12 +103,19 @@ class _Base(Generic[Inbox]):
         submit = Submit(id=next(self._ids), params=params, n=n, namespace=namespace)
         if isinstance(prompt, str):
             return msgspec.structs.replace(submit, prompt=prompt)
-        if len(prompt) and isinstance(prompt[0], dict):
-            try:
-                return msgspec.structs.replace(submit, messages=msgspec.convert(list(prompt), list[ChatMessage]))
-            except msgspec.ValidationError as error:
-                raise InvalidRequest(f"messages: {error}", param="messages") from None
-        return msgspec.structs.replace(submit, prompt=list(cast(Sequence[int], prompt)))
+        try:
+            if isinstance(prompt, bytes | bytearray):  # whose items would pass for token ids
+                raise TypeError(f"{type(prompt).__name__!r} object must be decoded first")
+            items: list[Any] = list(prompt)
+            if not items or not isinstance(items[0], dict):
+                # Integers of any make, such as numpy's, which MessagePack can't carry.
+                return msgspec.structs.replace(submit, prompt=[operator.index(item) for item in items])
+        except TypeError as error:
+            raise InvalidRequest(f"prompt must be a text, token ids or a chat's messages: {error}", param="prompt") from None
+        try:
+            return msgspec.structs.replace(submit, messages=msgspec.convert(items, list[ChatMessage]))
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"messages: {error}", param="messages") from None
 
     def _new(self, inbox: Inbox) -> _Waiting[Inbox]:
         now = time.monotonic()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -68,7 +69,8 @@ def test_a_text_is_continued_whole_or_streamed(client: Client, tiny_model_tools:
 
 
 def test_token_ids_and_chats_are_taken_too(client: Client) -> None:
-    assert client.generate([65, 66, 67], SamplingParams(max_tokens=4)).choices[0].token_ids == [65, 66, 67, 65]
+    for ids in ([65, 66, 67], [np.int32(65), np.int64(66), 67], np.array([65, 66, 67])):
+        assert client.generate(ids, SamplingParams(max_tokens=4)).choices[0].token_ids == [65, 66, 67, 65]  # type: ignore[arg-type]
     answer = client.generate([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=12))
     assert answer.text.startswith("user\nhi")
 
@@ -182,6 +184,10 @@ def test_the_async_client_runs_many_requests_at_once(endpoint: str, server: Any)
         ([10**30], {}, None),
         ("\ud800", {}, None),
         ([2**63], {}, "prompt"),
+        (b"Hello", {}, "prompt"),
+        (None, {}, "prompt"),
+        ([65, "x"], {}, "prompt"),
+        ([0.5], {}, "prompt"),
         ([-1], {}, "prompt"),
         ("x " * 3000, {}, "prompt"),
         ("x", {"max_tokens": 0}, "max_tokens"),
