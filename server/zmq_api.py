@@ -173,6 +173,11 @@ def check_endpoint(endpoint: str) -> None:
                 f"zmq must be a loopback address or ipc://, got {endpoint}: nothing on this wire is encrypted or authenticated "
                 "(to reach it from elsewhere, forward the port over SSH)"
             )
+    elif scheme == "ipc" and rest.startswith("@"):
+        raise ValueError(
+            f"zmq must be the path of a socket file, got {endpoint}: an abstract socket has no permissions, "
+            "so every user of this machine could use it"
+        )
     elif scheme == "ipc" and rest:
         # libzmq would delete whatever is there.
         path = Path(rest)

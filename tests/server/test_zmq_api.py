@@ -290,6 +290,7 @@ def test_bytes_that_are_no_zeromq_harm_nobody(endpoint: str, client: Client) -> 
         ("tcp://example.org:5555", ValueError, "loopback"),
         ("udp://127.0.0.1:5555", ValueError, "endpoint like"),
         ("ipc://", ValueError, "endpoint like"),
+        ("ipc://@radixkv", ValueError, "ipc://@radixkv: an abstract socket has no permissions"),
         ("5555", ValueError, "endpoint like"),
         ("ipc:///no/such/directory/socket", OSError, "no directory"),
     ],
