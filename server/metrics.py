@@ -40,7 +40,7 @@ class Metrics:
         self.running = gauge("num_requests_running", "Requests in the running batch.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.kv_cache_usage = gauge("kv_cache_usage_perc", "Part of the KV blocks that running requests hold; 1 is all.")
-        self.kv_blocks_cached = gauge("kv_blocks_cached", "KV blocks that hold cached prefixes, in use or not.")
+        self.kv_blocks_cached = gauge("kv_blocks_cached", "KV blocks of cached prefixes that no running request uses.")
         self.up = gauge("engine_up", "1 while the engine process is ready.")
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
