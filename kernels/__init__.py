@@ -87,8 +87,16 @@ class Backend(Protocol):
 
 
 def backend_for(device: torch.device) -> Backend:
-    """The backend that runs on ``device``: ``triton`` on CUDA and ROCm, ``cpu`` (native code, or torch) elsewhere."""
-    return load_backend("triton" if device.type == "cuda" else "cpu")
+    """The backend that runs on ``device``: ``triton`` on CUDA and ROCm, ``cpu`` (native code, or torch) elsewhere.
+
+    Raises ``ValueError`` that says what to install where Triton is missing.
+    """
+    try:
+        return load_backend("triton" if device.type == "cuda" else "cpu")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError("device must be 'cpu' here, or Triton be installed for the GPU: pip install 'radixkv[gpu]'") from None
 
 
 def load_backend(name: str) -> Backend:
