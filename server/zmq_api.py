@@ -100,7 +100,8 @@ class ZmqDoor:
         tasks = self._tasks.get(client, {})
         if isinstance(message, Cancel):
             if task := tasks.get(message.id):
-                task.cancel()
+                task.cancel()  # it says nothing more, so its id is free for the next message
+                self._forget(client, message.id, task)
             return
         if not 1 <= len(message.id) <= 128:
             raise InvalidRequest(f"id must be 1 to 128 characters, got {len(message.id)}", param="id")
@@ -111,10 +112,12 @@ class ZmqDoor:
         task = group.create_task(self._serve(frontend, client, message))
         self._tasks.setdefault(client, tasks)[message.id] = task
         # Not in the task itself: one that is cancelled before it starts runs none of its code.
-        task.add_done_callback(lambda _: self._forget(client, message.id))
+        task.add_done_callback(lambda task: self._forget(client, message.id, task))
 
-    def _forget(self, client: bytes, id: str) -> None:
-        tasks = self._tasks[client]
+    def _forget(self, client: bytes, id: str, task: asyncio.Task[None]) -> None:
+        tasks = self._tasks.get(client, {})
+        if tasks.get(id) is not task:  # cancelled, and its id may be another's by now
+            return
         del tasks[id]
         if not tasks:
             del self._tasks[client]

@@ -18,7 +18,7 @@ import zmq
 from radixkv.sampling_params import SamplingParams
 from radixkv.server.client import AsyncClient, Client
 from radixkv.server.errors import InvalidRequest, Unavailable, UnknownModel
-from radixkv.server.messages import HEADER, Alive, Cancel, Chunk, Failed, Parser, Submit, ToClient, frames
+from radixkv.server.messages import HEADER, Alive, Cancel, Chunk, Failed, Finished, Parser, Submit, ToClient, frames
 from radixkv.server.zmq_api import check_endpoint
 
 PROMPT = "the quick brown fox, grüße 🙂 日本語"
@@ -261,6 +261,22 @@ def test_an_id_is_free_again_once_its_request_is_cancelled(dealer: zmq.Socket[by
         while isinstance(answer := reply_or_none(dealer), Chunk):
             pass
         assert answer is None
+    server.wait_idle()
+
+
+def test_an_id_may_be_used_again_in_the_same_breath_as_it_is_cancelled(dealer: zmq.Socket[bytes], server: Any) -> None:
+    for round in range(20):
+        dealer.send_multipart(frames(Submit(id="1", prompt="abc", params=LONG)))
+        if round % 2:  # half of them have begun when they are cancelled
+            while not isinstance(reply(dealer), Chunk):
+                pass
+        dealer.send_multipart(frames(Cancel(id="1")))
+        dealer.send_multipart(frames(Submit(id="1", prompt="xyz", params=SamplingParams(max_tokens=6))))
+        text = ""
+        while not isinstance(answer := reply(dealer), Finished):
+            assert isinstance(answer, Chunk | Alive), answer
+            text += answer.delta.text if isinstance(answer, Chunk) else ""
+        assert text.lstrip("abc") == "xyzxyz"  # the first request's last words may come before
     server.wait_idle()
 
 
