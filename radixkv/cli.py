@@ -210,7 +210,7 @@ def replay(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 2 for bad input, 130 after Ctrl-C, or 1 when something else failed."""
     try:
-        app(argv)
+        app(_dash_last(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         return 130
     except CycloptsError as error:
@@ -224,6 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(1, f"this command needs the Python package {error.name!r}: pip install 'radixkv[server]'")
     return 0
+
+
+def _dash_last(argv: Sequence[str]) -> list[str]:
+    """A lone ``-`` behind ``--``: to cyclopts it would be an unknown option."""
+    if "-" not in argv or "--" in argv:
+        return list(argv)
+    at = list(argv).index("-")
+    return [*argv[:at], *argv[at + 1 :], "--", "-"]
 
 
 def _fail(code: int, message: str) -> int:

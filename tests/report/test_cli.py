@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def test_help_has_a_flag_and_a_text_for_every_engine_choice(command: str, capsys
         (["serve", "--port", "70000"], ["port", "65535"]),
         (["serve", "--kv-cache-tokens", "many"], ["kv-cache-tokens", "many"]),
         (["generate"], ["PROMPT"]),
+        (["generate", "--maxtokens"], ["--maxtokens"]),
+        (["generate", "hello", "--stop", "-"], ["--stop"]),
         (["generate", "hello", "--top-p", "7"], ["top_p", "at most 1", "7"]),
         (["generate", ""], ["prompt", "empty"]),
         (["replay", "/no/such/trace.jsonl"], ["/no/such/trace.jsonl"]),
@@ -63,6 +66,15 @@ def test_bad_input_exits_2_and_says_why_on_stderr(argv: list[str], words: list[s
     captured = capsys.readouterr()
     assert captured.out == ""
     assert all(word in captured.err for word in words), captured.err
+
+
+@pytest.mark.parametrize("options", [["-"], ["-", "--max-tokens", "3"], ["--max-tokens", "3", "-"], ["--", "-"]], ids=" ".join)
+def test_a_dash_reads_the_prompt_from_standard_input(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["generate", *options]) == 2
+    assert "prompt must not be empty" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
