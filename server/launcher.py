@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import signal
 import socket
@@ -58,33 +59,51 @@ def serve(
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
     if zmq is not None:
         check_endpoint(zmq)
-    with _bind(host, port) as listener:
-        # Until the event loop takes the signals over, both interrupt what runs, so that a download is stopped and cleared away.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            source = resolve_model(config.model)
-            load_model_config(source)
-        except KeyboardInterrupt:
-            return
+    with _bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
+        signals = _Signals()
+        source = resolve_model(config.model)
+        load_model_config(source)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_signalled(lambda: _serve(config, source, listener, zmq, worker_command)))
+            runner.run(signals.cancel(lambda: _serve(config, source, listener, zmq, worker_command)))
 
 
-async def _until_signalled(work: Callable[[], Awaitable[None]]) -> None:
-    """Do ``work``; the first SIGINT or SIGTERM cancels it, so that all it holds is released.  A second one ends the process."""
-    task = asyncio.ensure_future(work())
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+class _Signals:
+    """Has the first SIGINT or SIGTERM stop what runs, so that all it holds is released.  Later ones must not cut that short.
 
-    def stop() -> None:
-        for number in signals:
-            loop.remove_signal_handler(number)
-        task.cancel()
+    Not the event loop's own handlers: when it closes, it gives signals back to the system, which would end the process half-way.
+    """
 
-    for number in signals:
-        loop.add_signal_handler(number, stop)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._stop: Callable[[], object] = _interrupt
+        for number in self._NUMBERS:
+            signal.signal(number, self._on_signal)
+
+    async def cancel(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work``, which a signal cancels.  Before, a signal raises ``KeyboardInterrupt``; after, none does anything."""
+        task = asyncio.ensure_future(work())
+        self._stop = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._stop = _nothing
+            for number in self._NUMBERS:  # Python, too, gives signals back to the system when it ends
+                signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, *_: object) -> None:
+        stop, self._stop = self._stop, _nothing
+        stop()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _serve(
@@ -205,7 +224,10 @@ class Supervisor:
         client = WorkerClient(self._context, endpoint)
         process = None
         try:
-            process = await asyncio.create_subprocess_exec(*self._command, endpoint, stdin=asyncio.subprocess.PIPE)
+            # In a session of its own: what a terminal sends to all processes in it is the launcher's to act on.
+            process = await asyncio.create_subprocess_exec(
+                *self._command, endpoint, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
             self._worker = worker = WorkerProcess(process, client)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(self._config) + b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -62,6 +63,32 @@ def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
         assert "shutting down" in streamed.result().text
         assert streamed.result().text.endswith("data: [DONE]\n\n")
     assert time.monotonic() - began < 15
+    assert not is_running(worker)
+    assert os.listdir(server.folder) == ["log"]
+    assert not door.exists()
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_further_signals_do_not_cut_the_clean_up_short(
+    start_server: Any, is_running: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    door = tmp_path / "door"
+    server = start_server(zmq=f"ipc://{door}").wait_ready()
+    (worker,) = server.worker_pids
+    body = json.dumps(LONG | {"stream": True, "n": 60}).encode()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as unread:
+        unread.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        time.sleep(1)  # fill the buffers of the one who reads nothing, so that the clean-up takes its time
+        began = time.monotonic()
+        signals = 0
+        while server.process.poll() is None and time.monotonic() - began < 20:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, number)
+                signals += 1
+            time.sleep(0.05)
+    assert signals > 10
+    assert server.process.returncode == 0, server.log
     assert not is_running(worker)
     assert os.listdir(server.folder) == ["log"]
     assert not door.exists()
