@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -114,8 +115,12 @@ def generate(
 
     from radixkv.sampling_params import SamplingParams
 
-    if prompt == "-":
-        prompt = sys.stdin.read()
+    try:
+        if prompt == "-":
+            prompt = sys.stdin.read()
+        prompt.encode()  # bytes of the command line that are no UTF-8 come as halves of surrogate pairs
+    except UnicodeError as error:
+        raise ValueError(f"prompt must be text in UTF-8: {error}") from None
     if not prompt:
         raise ValueError("prompt must not be empty")
     params = SamplingParams(
@@ -208,11 +213,16 @@ def replay(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, 2 for bad input, 130 after Ctrl-C, or 1 when something else failed."""
+    """Run a command; the exit code is 0, 2 for bad input, 130 after Ctrl-C, 141 where nobody reads the output, or 1."""
     try:
         app(_dash_last(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough.  Python would flush the rest when it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except CycloptsError as error:
         return _fail(2, f"{error}\nTry `radixkv --help`.")
     except ValueError as error:

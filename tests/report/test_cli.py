@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,37 @@ def test_a_dash_reads_the_prompt_from_standard_input(
     assert "prompt must not be empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argument", [b"caf\xe9", b"-"])
+def test_a_prompt_that_is_no_utf8_exits_2_and_says_so(argument: bytes) -> None:
+    command = [sys.executable, "-P", "-m", "radixkv", "generate", argument]
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"prompt must be text in UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_generating_stops_without_a_word_where_nobody_reads_on(tiny_model: Path) -> None:
+    command = [sys.executable, "-P", "-m", "radixkv", "generate", "hello", "--ignore-eos", "--max-tokens", "2000"]
+    with subprocess.Popen([*command, "--model", tiny_model], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert b"pipe" not in process.stderr.read()
+        assert process.wait(60) == 141
+
+
+def test_help_that_nobody_reads_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-P", "-m", "radixkv", "--help"]
+    try:
+        assert subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60).stderr == b""
+    finally:
+        os.close(write)
+
+
 def test_a_server_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "http://127.0.0.1:9"]) == 1
     assert "no server answers" in capsys.readouterr().err
@@ -114,6 +146,20 @@ def test_ctrl_c_exits_130_without_a_word(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("radixkv.report.report.fetch_report", interrupt)
     assert main(["report"]) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("module", ["cyclopts", "radixkv.config"])
+def test_ctrl_c_is_as_quiet_while_the_command_line_loads(module: str) -> None:
+    interrupted = (
+        "import sys, runpy\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "runpy.run_module('radixkv', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", interrupted], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 def test_a_missing_package_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
