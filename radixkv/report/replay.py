@@ -87,7 +87,10 @@ def replay(
     started = time.perf_counter()
     token_of: dict[int, int] = {}  # ids may be any 64-bit hashes, tokens are int32
     prompts = [np.array([token_of.setdefault(i, len(token_of)) for i in r.hash_ids], np.int32) for r in requests]
-    capacity = max(len(token_of), 1) if capacity_blocks is None else capacity_blocks
+    # A cache with room for every block of the trace never evicts, so a larger one is not worth its memory.
+    capacity = max(sum(map(len, prompts)), 1)
+    if capacity_blocks is not None:
+        capacity = min(capacity, capacity_blocks)
     # The cache leaves at least the last token of a request uncached.  So each request asks for one token more than its prompt, as
     # one that goes on to write an answer would; its block, the extra one here, is not published and is free again after release.
     cache = PrefixCache(capacity + 1, block_size=1, policy=policy)

@@ -69,6 +69,14 @@ def test_a_request_larger_than_the_cache_keeps_its_beginning_and_misses_the_rest
     assert (result.hit_blocks, result.prompt_blocks, result.resident_blocks) == (4, 12, 4)
 
 
+@pytest.mark.parametrize("capacity", [3_000_000_000, 10**12, 10**30])
+def test_a_capacity_beyond_any_memory_hits_what_an_unbounded_cache_does(capacity: int) -> None:
+    trace = [TraceRequest(0, 512 * 3, 1, [1, 2, 3])] * 2
+    result = replay(trace, capacity)
+    assert (result.hit_blocks, result.evicted_blocks, result.resident_blocks) == (3, 0, 3)
+    assert result.capacity_blocks == capacity
+
+
 def test_an_empty_trace_has_a_hit_rate_of_nought() -> None:
     assert replay([]).hit_rate_blocks == 0.0
 
