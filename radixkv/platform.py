@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,18 @@ def choose_dtype(dtype: Dtype, saved: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.float16 if saved == "float16" else torch.bfloat16
     return torch.bfloat16 if saved != "float32" and _cpu_has_bfloat16() else torch.float32
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated.  On a CPU whose system does not tell, all there are."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager

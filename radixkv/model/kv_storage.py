@@ -10,16 +10,28 @@ from torch import Tensor
 from radixkv.cache import BlockCopy
 from radixkv.kernels import Backend
 from radixkv.model.config import ModelConfig
+from radixkv.platform import available_memory
 
 
 class KVStorage:
-    """One (K, V) pair a layer, ``num_blocks`` blocks of ``block_size`` tokens each.  Who owns a block is the cache's business."""
+    """One (K, V) pair a layer, ``num_blocks`` blocks of ``block_size`` tokens each.  Who owns a block is the cache's business.
+
+    Raises ``ValueError`` where the device has too little memory left.
+    """
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, backend: Backend
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        tokens = num_blocks * block_size
+        needed = 2 * config.num_layers * tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
+        available = available_memory(device)
+        if needed > available:
+            raise ValueError(
+                f"kv_cache_tokens must fit into memory: {tokens} tokens of this model take {needed / 2**30:.1f} GiB, "
+                f"and {available / 2**30:.1f} GiB are available"
+            )
         self.layers: list[tuple[Tensor, Tensor]] = [
             backend.allocate_kv(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype, device)
             for _ in range(config.num_layers)
