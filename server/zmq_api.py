@@ -176,6 +176,10 @@ def check_endpoint(endpoint: str) -> None:
                 f"zmq must be a loopback address or ipc://, got {endpoint}: nothing on this wire is encrypted or authenticated "
                 "(to reach it from elsewhere, forward the port over SSH)"
             )
+        port = endpoint.rpartition(":")[2]
+        if port != "*" and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+            # libzmq would take the lowest 16 bits.
+            raise ValueError(f"zmq port must be between 0 and 65535, or * for any that is free, got {endpoint}")
     elif scheme == "ipc" and rest.startswith("@"):
         raise ValueError(
             f"zmq must be the path of a socket file, got {endpoint}: an abstract socket has no permissions, "

@@ -304,6 +304,11 @@ def test_bytes_that_are_no_zeromq_harm_nobody(endpoint: str, client: Client) -> 
         ("tcp://*:5555", ValueError, "loopback"),
         ("tcp://10.0.0.1:5555", ValueError, "loopback"),
         ("tcp://example.org:5555", ValueError, "loopback"),
+        ("tcp://127.0.0.1:99999", ValueError, "port must be between 0 and 65535, .* got tcp://127.0.0.1:99999"),
+        ("tcp://127.0.0.1:65536", ValueError, "between 0 and 65535"),
+        ("tcp://127.0.0.1:-1", ValueError, "between 0 and 65535"),
+        ("tcp://127.0.0.1", ValueError, "between 0 and 65535"),
+        ("tcp://[::1]:http", ValueError, "between 0 and 65535"),
         ("udp://127.0.0.1:5555", ValueError, "endpoint like"),
         ("ipc://", ValueError, "endpoint like"),
         ("ipc://@radixkv", ValueError, "ipc://@radixkv: an abstract socket has no permissions"),
@@ -329,6 +334,8 @@ def test_an_ipc_endpoint_never_deletes_a_file_nor_takes_a_socket_in_use(tmp_path
     check_endpoint(f"ipc://{tmp_path}/taken")  # left behind by a server that was killed
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://localhost:5555", "tcp://[::1]:5555", "tcp://127.0.0.1:*"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:5555", "tcp://localhost:5555", "tcp://[::1]:5555", "tcp://127.0.0.1:*", "tcp://127.0.0.1:65535"]
+)
 def test_loopback_endpoints_are_fine(endpoint: str) -> None:
     check_endpoint(endpoint)
