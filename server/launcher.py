@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ import uvicorn
 import uvloop
 import zmq.asyncio
 from rich.console import Console
+from zmq import IPC_PATH_MAX_LEN
 
 from radixkv.config import EngineConfig
 from radixkv.model.loader import ModelSource, load_model_config, resolve_model
@@ -218,8 +220,8 @@ class Supervisor:
 
     async def start(self) -> tuple[WorkerProcess, dict[str, Any]]:
         """Start a worker and wait until it is ready; its engine's stats come with it.  Raises ``OSError`` where it can't."""
-        # The directory is closed to other users, and gone as soon as the worker has connected: no later crash can leave it behind.
-        directory = tempfile.TemporaryDirectory(prefix="radixkv-")
+        # Closed to other users, and gone as soon as the worker has connected: only who is killed before that leaves it behind.
+        directory = _socket_directory()
         endpoint = f"ipc://{directory.name}/worker"
         client = WorkerClient(self._context, endpoint)
         process = None
@@ -271,6 +273,12 @@ class Supervisor:
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
+
+
+def _socket_directory() -> tempfile.TemporaryDirectory[str]:
+    """In /tmp where the path of a socket in the temporary directory would be longer than the system allows."""
+    path = Path(tempfile.gettempdir(), "radixkv-________", "worker")
+    return tempfile.TemporaryDirectory(prefix="radixkv-", dir="/tmp" if len(bytes(path)) > IPC_PATH_MAX_LEN else None)  # noqa: S108
 
 
 def _how_it_ended(code: int) -> str:

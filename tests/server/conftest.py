@@ -32,7 +32,7 @@ except (ValueError, OSError) as error:
 class Server:
     """A server in processes of its own, its temporary files in a directory of its own."""
 
-    def __init__(self, folder: Path, model: Path, **arguments: object) -> None:
+    def __init__(self, folder: Path, model: Path, *, tmpdir: Path | None = None, **arguments: object) -> None:
         self.folder = folder
         self.log_path = folder / "log"
         arguments = {
@@ -41,7 +41,7 @@ class Server:
             "worker_command": [sys.executable, "-P", str(HERE / "echo_worker.py")],
             **arguments,
         }
-        environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"TMPDIR": str(tmpdir or folder), "OMP_NUM_THREADS": "1"}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", SERVE, json.dumps(arguments)],

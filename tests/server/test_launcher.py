@@ -196,3 +196,11 @@ def test_a_signal_while_the_model_loads_leaves_nothing_either(start_server: Any,
     wait_gone(worker, is_running)
     assert os.listdir(server.folder) == ["log"]
     assert "Traceback" not in server.log
+
+
+def test_a_temporary_directory_too_deep_for_a_socket_does_not_matter(start_server: Any, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    server = start_server(tmpdir=deep).wait_ready()
+    assert server.stop() == 0
+    assert os.listdir(deep) == []
