@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from litestar import Litestar, Request, Response, get, post
+from litestar import Litestar, Request, Response, get, post, route
 from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -81,7 +81,7 @@ def create_app(frontend: Frontend) -> Litestar:
             return _error(404, f"model {model.lstrip('/')!r} is not served here; {frontend.model!r} is", "model", "model_not_found")
         return _json(model_card())
 
-    @get("/health")
+    @route("/health", http_method=["GET", "HEAD"])
     async def health() -> Response[bytes]:
         frontend.worker  # noqa: B018  raises Unavailable: 503
         return _json({"status": "ok"})
@@ -105,6 +105,7 @@ def create_app(frontend: Frontend) -> Litestar:
 
     return Litestar(
         [completions, chat_completions, models, model, health, metrics, report, reset_prefix_cache],
+        before_request=_check_encoding,
         exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
         request_max_body_size=MAX_BODY_BYTES,
         openapi_config=None,
@@ -271,6 +272,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _check_encoding(request: Request[Any, Any, Any]) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise HTTPException(status_code=415, detail=f"content-encoding must be identity, got {encoding}: send it uncompressed")
 
 
 # --- errors ------------------------------------------------------------------------------------------------------------------

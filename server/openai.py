@@ -175,6 +175,8 @@ def parse(body: bytes, kind: type[R]) -> R:
 
 
 def _json(body: bytes) -> Any:
+    if not body.strip():
+        raise InvalidRequest("body must be a JSON object, got an empty body")
     try:
         return msgspec.json.decode(body)
     except RecursionError:
@@ -183,8 +185,10 @@ def _json(body: bytes) -> Any:
         try:
             # Python's own parser also takes NaN and Infinity, which many clients write: better to name the field that holds one.
             value = json.loads(body)
-            msgspec.json.encode(value)  # it takes halves of surrogate pairs too, which are no Unicode
+            msgspec.json.encode(value)
             return value
+        except UnicodeEncodeError:
+            raise InvalidRequest("body must be valid Unicode: it holds half a surrogate pair, like \\ud800 alone") from None
         except (ValueError, OverflowError, RecursionError):
             raise InvalidRequest(f"body must be JSON in UTF-8: {strict}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
@@ -220,7 +221,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": "x", "namespace": "n" * 257}, "namespace", "at most 256 characters"),
     ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
     ("completions", {"prompt": "x", "tools": [1]}, "tools", "not a field"),
-    ("completions", {"prompt": "\ud800"}, "", "body must be JSON in UTF-8"),
+    ("completions", {"prompt": "\ud800"}, "", "body must be valid Unicode"),
     ("completions", {}, "prompt", "required"),
     ("completions", {"prompt": [3, 3, 3]}, "prompt", "three threes"),  # refused by the engine itself
     ("chat/completions", {"messages": []}, "messages", "at least one"),
@@ -255,6 +256,30 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx.Client, body: byte
     response = http.post("/v1/completions", content=body)
     assert response.status_code == 400
     assert "body" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_called_empty(http: httpx.Client, body: bytes) -> None:
+    response = http.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert "empty body" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br, gzip"])
+def test_a_compressed_body_is_refused_as_one(http: httpx.Client, encoding: str) -> None:
+    body = gzip.compress(b'{"prompt": "x", "max_tokens": 1}')
+    response = http.post("/v1/completions", content=body, headers={"content-encoding": encoding})
+    assert response.status_code == 415
+    assert "uncompressed" in response.json()["error"]["message"]
+    plain = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
+
+
+def test_health_answers_head_as_get_without_a_body(http: httpx.Client) -> None:
+    head, get = http.head("/health"), http.get("/health")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == get.headers["content-length"]
+    assert get.json() == {"status": "ok"}
 
 
 def test_an_unknown_model_is_a_404_that_names_the_one_served(http: httpx.Client, model_folder: Any) -> None:
