@@ -176,7 +176,13 @@ class LLM:
         )
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
-        return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            return prompt
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt must be valid Unicode text: {error}") from None
+        return list(self.tokenizer.encode(prompt))
 
     def report(self) -> Report:
         """Hit rate so far, and what it saved; ``print`` it, or see its fields."""

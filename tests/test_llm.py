@@ -66,6 +66,12 @@ def test_a_bad_prompt_is_named_and_leaves_nothing_running(llm: LLM):
     assert not llm.engine.has_unfinished
 
 
+def test_text_that_is_no_unicode_is_refused_by_name(llm: LLM):
+    with pytest.raises(ValueError, match="prompt 1: prompt must be valid Unicode text"):
+        llm.generate(["fine", "\ud800"], GREEDY)
+    assert not llm.engine.has_unfinished
+
+
 def test_closing_a_stream_aborts_what_still_runs(llm: LLM):
     stream = llm.stream(["the quick", "brown fox"], GREEDY)
     next(stream)
