@@ -66,7 +66,7 @@ def serve(
         source = resolve_model(config.model)
         load_model_config(source)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(signals.cancel(lambda: _serve(config, source, listener, zmq, worker_command)))
+            runner.run(signals.run(lambda: _serve(config, source, listener, zmq, worker_command)))
 
 
 class _Signals:
@@ -82,7 +82,7 @@ class _Signals:
         for number in self._NUMBERS:
             signal.signal(number, self._on_signal)
 
-    async def cancel(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work``, which a signal cancels.  Before, a signal raises ``KeyboardInterrupt``; after, none does anything."""
         task = asyncio.ensure_future(work())
         self._stop = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)

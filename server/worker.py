@@ -101,7 +101,7 @@ class Worker:
 
 def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     """Run a worker as the command line says; ``make_engine`` is :class:`radixkv.engine.Engine` if not given."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a kind, say; the parent decides what they mean
+    for number in (signal.SIGINT, signal.SIGTERM):  # `pkill radixkv` reaches this process too; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)

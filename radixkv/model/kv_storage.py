@@ -25,7 +25,7 @@ class KVStorage:
         self.num_blocks = num_blocks
         self.block_size = block_size
         tokens = num_blocks * block_size
-        needed = 2 * config.num_layers * tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
+        needed = tokens * config.kv_bytes_per_token(str(dtype).removeprefix("torch."))
         available = available_memory(device)
         if needed > available:
             raise ValueError(

@@ -1,3 +1,5 @@
+"""Which backend a device gets."""
+
 from __future__ import annotations
 
 import sys

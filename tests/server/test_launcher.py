@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ def wait_gone(pid: int, is_running: Any) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"process {pid} still runs")
+
+
+@contextlib.contextmanager
+def who_reads_nothing(server: Any, choices: int) -> Iterator[None]:
+    """A client that asks for long streams and lets its buffers fill."""
+    body = json.dumps(LONG | {"stream": True, "n": choices}).encode()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        time.sleep(1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +59,7 @@ def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
     assert door.stat().st_mode & 0o077 == 0
     # Even while it serves, no file but the log remains in its temporary directory.
     assert os.listdir(server.folder) == ["log"]
-    body = json.dumps(LONG | {"stream": True, "n": 30}).encode()
-    with ThreadPoolExecutor(2) as pool, socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as unread:
-        unread.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        time.sleep(1)  # fill the buffers of the one who reads nothing
+    with ThreadPoolExecutor(2) as pool, who_reads_nothing(server, choices=30):
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
         streamed = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
         while server.report()["running"] < 32:
@@ -76,10 +84,7 @@ def test_further_signals_do_not_cut_the_clean_up_short(
     door = tmp_path / "door"
     server = start_server(zmq=f"ipc://{door}").wait_ready()
     (worker,) = server.worker_pids
-    body = json.dumps(LONG | {"stream": True, "n": 60}).encode()
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as unread:
-        unread.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        time.sleep(1)  # fill the buffers of the one who reads nothing, so that the clean-up takes its time
+    with who_reads_nothing(server, choices=60):  # so that the clean-up takes its time
         began = time.monotonic()
         signals = 0
         while server.process.poll() is None and time.monotonic() - began < 20:
