@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.types import ExistingFile
 from cyclopts.validators import Number
 
 from radixkv import __version__
+from radixkv.cache.eviction import EvictionPolicyName
 from radixkv.config import EngineConfig
 
 app = App(
@@ -172,7 +173,7 @@ def replay(
     /,
     *,
     capacity_blocks: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
-    policy: Literal["lru"] = "lru",
+    policy: EvictionPolicyName = "lru",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Simulate the prefix cache over a recorded workload: what hit rate would a cache of this size reach?
@@ -188,7 +189,7 @@ def replay(
     capacity_blocks
         Size of the cache in trace blocks of 512 tokens. Unbounded if not given.
     policy
-        Order of eviction: `lru` is least recently used first.
+        Order of eviction: `lru` is least recently used first, `lfu` least often used first with ageing, `cost` least saving first.
     json
         Print JSON instead of text.
     """

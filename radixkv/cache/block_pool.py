@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from numpy.typing import NDArray
 
 BlockIds = NDArray[np.int32]
+
+_FEW = 4
+"""Up to this many blocks, a loop is faster than numpy's indexing by an array."""
 
 
 class OutOfBlocks(RuntimeError):
@@ -26,7 +31,9 @@ class BlockPool:
             raise ValueError(f"block_size must be a power of two, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._refcounts = np.zeros(num_blocks, dtype=np.int32)
+        # Two views of the same memory: whole arrays of blocks go through numpy, a few blocks go one by one through the array.
+        self._counts = array("i", bytes(4 * num_blocks))
+        self._refcounts = np.frombuffer(self._counts, dtype=np.int32)
         # A stack whose top is at num_free - 1: the block freed last is reused first, while it may still be in a CPU cache.
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
@@ -53,7 +60,11 @@ class BlockPool:
             raise OutOfBlocks(f"{n} blocks asked for, {self._num_free} of {self.num_blocks} are free")
         blocks = self._free[self._num_free - n : self._num_free].copy()
         self._num_free -= n
-        self._refcounts[blocks] = 1
+        if n <= _FEW:
+            for block in blocks.tolist():
+                self._counts[block] = 1
+        else:
+            self._refcounts[blocks] = 1
         return blocks
 
     def incref(self, blocks: BlockIds) -> None:
@@ -64,6 +75,17 @@ class BlockPool:
 
     def decref(self, blocks: BlockIds) -> int:
         """Drop a reference to each block; return how many became free.  Raises ``ValueError`` if one is free already."""
+        if len(blocks) == 1:  # a sequence's last, incomplete block: the usual case
+            block: int = blocks.item(0)
+            count = self._counts[block] - 1
+            if count < 0:
+                raise ValueError("decref of a free block")
+            self._counts[block] = count
+            if count:
+                return 0
+            self._free[self._num_free] = block
+            self._num_free += 1
+            return 1
         counts = self._refcounts[blocks]
         if len(blocks) and not counts.all():
             raise ValueError("decref of a free block")

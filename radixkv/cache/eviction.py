@@ -1,62 +1,151 @@
-"""Eviction policies: which unlocked leaf gives up its tail blocks first."""
+"""Eviction: which unlocked leaf gives up its tail blocks first."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from heapq import heapify, heappop, heappush
+from typing import Literal, Protocol, get_args
 
-from sortedcontainers import SortedDict
+from radixkv.cache.node import Node
+from radixkv.cache.retention import Hold
 
-if TYPE_CHECKING:
-    from radixkv.cache.radix_tree import Node
-
-EvictionPolicyName = Literal["lru"]
+EvictionPolicyName = Literal["lru", "lfu", "cost"]
 
 
 class EvictionPolicy(Protocol):
-    """Keeps the tree's unlocked leaves in order of value.  The tree tells of every leaf that comes, goes or is used."""
+    """Gives a leaf its value when it becomes evictable: the least is evicted first, of equals the one used longest ago."""
 
-    def add(self, leaf: Node) -> None: ...
+    def value(self, leaf: Node) -> float: ...
 
-    def remove(self, leaf: Node) -> None: ...
-
-    def victim(self) -> Node:
-        """The least valuable leaf; it stays until it is removed.  Raises ``IndexError`` when there is none."""
+    def evicted(self, value: float) -> None:
+        """A leaf of this value has been chosen for eviction."""
         ...
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, leaf: Node) -> bool: ...
 
 
 class LRU:
-    """Least recently used first.  Every operation is O(log leaves).
+    """Least recently used first."""
 
-    ``last_use`` ticks are a valid key: all nodes with one tick lie on one path from the root, and of a path only the
-    deepest node can be a leaf.
+    def value(self, leaf: Node) -> float:
+        return leaf.last_use
+
+    def evicted(self, value: float) -> None:
+        pass
+
+
+class LFU:
+    """Least frequently used first, with dynamic ageing (LFU-DA; Arlitt et al., Performance Evaluation Review 27(4), 2000).
+
+    A leaf is worth its uses plus the value of the leaf evicted last: what was popular once sinks as newer ones rise past it.
     """
 
     def __init__(self) -> None:
-        self._leaves: SortedDict = SortedDict()
+        self._age = 0.0
 
-    def add(self, leaf: Node) -> None:
-        self._leaves[leaf.last_use] = leaf
+    def value(self, leaf: Node) -> float:
+        return self._age + leaf.uses
 
-    def remove(self, leaf: Node) -> None:
-        del self._leaves[leaf.last_use]
-
-    def victim(self) -> Node:
-        leaf: Node = self._leaves.peekitem(0)[1]
-        return leaf
-
-    def __len__(self) -> int:
-        return len(self._leaves)
-
-    def __contains__(self, leaf: Node) -> bool:
-        return self._leaves.get(leaf.last_use) is leaf
+    def evicted(self, value: float) -> None:
+        self._age = max(self._age, value)
 
 
-def eviction_policy(name: str) -> EvictionPolicy:
-    """A new, empty policy.  Raises ``ValueError`` naming the known ones."""
-    if name != "lru":
-        raise ValueError(f"eviction policy must be 'lru', got {name!r}")
-    return LRU()
+class Cost:
+    """Least expected saving first (GreedyDual-Size-Frequency; Cherkasova, HP Labs HPL-98-69, 1998), the size being one block.
+
+    A leaf is worth its uses times what its last block costs to compute again, plus the value of the leaf evicted last.  A block
+    costs its matrix products, the same for each, and its attention, which grows with its position: ``equal_at`` tokens into a
+    sequence both cost the same.
+    """
+
+    def __init__(self, block_size: int, equal_at: int = 16384) -> None:
+        self._age = 0.0
+        self._blocks = equal_at / block_size
+
+    def value(self, leaf: Node) -> float:
+        return self._age + leaf.uses * (1.0 + (leaf.start + leaf.num_blocks) / self._blocks)
+
+    def evicted(self, value: float) -> None:
+        self._age = max(self._age, value)
+
+
+def eviction_policy(name: str, block_size: int) -> EvictionPolicy:
+    """A new policy.  Raises ``ValueError`` naming the known ones."""
+    if name == "lru":
+        return LRU()
+    if name == "lfu":
+        return LFU()
+    if name == "cost":
+        return Cost(block_size)
+    raise ValueError(f"eviction policy must be one of {', '.join(get_args(EvictionPolicyName))}, got {name!r}")
+
+
+def is_evictable(node: Node) -> bool:
+    """Whether a node is an unlocked leaf with blocks."""
+    return node.num_blocks > 0 and not node.lock_count and not node.live_children
+
+
+class EvictionOrder:
+    """The evictable leaves in order of value, retained ones last.
+
+    Leaves are pushed when they become evictable.  Nothing is removed when a leaf is used or locked: its entry is then stale, is
+    skipped when it comes up, and is swept out when stale ones are the majority.  So a push is O(log leaves), and so is a victim,
+    amortised.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self._heap: list[tuple[float, int, Node]] = []
+        self._retained: list[tuple[int, float, int, Node, Hold]] = []
+        self._deadlines: list[tuple[float, int, Node, Hold]] = []
+
+    def push(self, leaf: Node) -> None:
+        hold = leaf.retention
+        if hold is None:
+            heappush(self._heap, (self.policy.value(leaf), leaf.last_use, leaf))
+        else:
+            heappush(self._retained, (hold.priority, self.policy.value(leaf), leaf.last_use, leaf, hold))
+            heappush(self._deadlines, (hold.until, leaf.last_use, leaf, hold))
+
+    def victim(self, now: float) -> Node | None:
+        """The least valuable leaf at ``now`` seconds; it stays until its blocks are gone.  None where there is none."""
+        if self._deadlines:
+            self._decay(now)
+        heap = self._heap
+        while heap:
+            value, last_use, leaf = heap[0]
+            if leaf.last_use == last_use and is_evictable(leaf) and leaf.retention is None:
+                self.policy.evicted(value)
+                return leaf
+            heappop(heap)
+        retained = self._retained
+        while retained:
+            _, value, last_use, leaf, hold = retained[0]
+            if leaf.last_use == last_use and is_evictable(leaf) and leaf.retention is hold:
+                self.policy.evicted(value)
+                return leaf
+            heappop(retained)
+        return None
+
+    def _decay(self, now: float) -> None:
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            _, last_use, leaf, hold = heappop(deadlines)
+            if leaf.retention is hold:
+                leaf.retention = hold.decayed()
+                if leaf.last_use == last_use and is_evictable(leaf):
+                    self.push(leaf)
+
+    def sweep(self, num_nodes: int) -> None:
+        """Drop stale entries if they are the majority; ``num_nodes`` bounds the valid ones.  Amortised O(1) a push."""
+        if len(self._heap) > 2 * num_nodes + 64:
+            self._heap = [e for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None]
+            heapify(self._heap)
+        if len(self._retained) > 2 * num_nodes + 64:
+            self._retained = [e for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]]
+            heapify(self._retained)
+        if len(self._deadlines) > 2 * num_nodes + 64:
+            self._deadlines = [e for e in self._deadlines if e[2].retention is e[3]]
+            heapify(self._deadlines)
+
+    def leaves(self) -> set[Node]:
+        """Every leaf that has a valid entry.  O(entries); for checks."""
+        plain = {e[2] for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None}
+        return plain | {e[3] for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]}

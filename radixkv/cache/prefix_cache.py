@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from radixkv.cache.attribution import attribute, found_elsewhere
 from radixkv.cache.block_pool import BlockIds, BlockPool
-from radixkv.cache.eviction import EvictionPolicyName, eviction_policy
-from radixkv.cache.radix_tree import Match, Node, RadixTree, Tokens
+from radixkv.cache.events import Event, Evicted, Hit, Listener, Stored
+from radixkv.cache.eviction import EvictionPolicy, EvictionPolicyName, eviction_policy
+from radixkv.cache.lease import Lease
+from radixkv.cache.node import Node, Root
+from radixkv.cache.radix_tree import Match, RadixTree
+from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
+from radixkv.cache.tokens import Tokens, as_tokens, keep
 
 
 class BlockCopy(NamedTuple):
@@ -18,38 +28,6 @@ class BlockCopy(NamedTuple):
     source: int
     target: int
     num_rows: int
-
-
-class Lease:
-    """A sequence's hold on its blocks, from ``acquire`` or ``fork`` until ``release``.  Only the cache changes it."""
-
-    __slots__ = (
-        "_node", "_num_blocks", "_num_published", "_released", "_table", "namespace", "num_cached_tokens", "num_computed_tokens",
-        "num_matched_tokens", "num_tokens", "write_start",
-    )  # fmt: skip
-
-    def __init__(self, node: Node, namespace: str, table: BlockIds, num_tokens: int) -> None:
-        self._node = node
-        self._table = table
-        self._num_blocks = len(table)
-        self._num_published = 0
-        self._released = False
-        self.namespace = namespace
-        self.num_tokens = num_tokens
-        """Tokens there is room for, as promised by ``acquire`` and ``extend``."""
-        self.num_matched_tokens = 0
-        """Leading tokens whose K/V were found in the cache."""
-        self.num_cached_tokens = 0
-        """The same, less the last token of the prompt, which is always computed for its logits."""
-        self.num_computed_tokens = 0
-        """As last told by ``publish``."""
-        self.write_start = 0
-        """K/V at positions before this are there already, mostly in blocks of another sequence: never write them."""
-
-    @property
-    def block_table(self) -> BlockIds:
-        """Block ids in order of position: int32 ``[num_blocks]``, a view.  ``publish`` and ``extend`` may change it."""
-        return self._table[: self._num_blocks]
 
 
 class PrefixCache:
@@ -67,30 +45,66 @@ class PrefixCache:
         cache.extend(lease, 1)                    # room for one more token; False: no room now
         cache.release(lease)                      # full blocks stay cached until they are evicted
 
-    ``publish`` may also run before the K/V are computed, if they are computed before anyone reads them and before the next
-    copies are taken: sequences scheduled in one step can so share a prefix that one of them computes in that step.
+    Tokens may be any integers in a flat sequence.  An int32 array that is read-only (``array.flags.writeable = False``) is kept
+    without copying: its owner promises that these tokens don't change any more.
+
+    Parameters
+    ----------
+    policy
+        Which blocks are evicted first: ``lru``, ``lfu``, ``cost``, or a policy of your own.
+    enable_prefix_caching
+        False only hands out blocks: nothing is found again.
+    attribution
+        Say why prompts missed (:attr:`Lease.miss`, :meth:`stats`).  Remembers the tokens of as many evicted blocks as the cache
+        has.
+    clock
+        Seconds; for retention and for how long ago something was evicted.  It may jump.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int = 16, *, policy: EvictionPolicyName = "lru", enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        policy: EvictionPolicyName | EvictionPolicy = "lru",
+        enable_prefix_caching: bool = True,
+        attribution: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self.tree = RadixTree(block_size, eviction_policy(policy))
+        self.attribution = attribution and enable_prefix_caching
+        self.tree = RadixTree(
+            block_size,
+            eviction_policy(policy, block_size) if isinstance(policy, str) else policy,
+            remember_blocks=num_blocks if self.attribution else 0,
+        )
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._clock = clock
         self._leases: set[Lease] = set()
+        self._computing: dict[Node, list[Lease]] = {}
+        """Leases with whole blocks of their prompts yet to be published, by where their published ones end."""
         self._copies: list[tuple[Lease, BlockCopy]] = []
-        self._unwritten: set[int] = set()
+        self._unwritten: list[BlockIds] = []
+        self._retains = False
         self._recorder = Recorder()
+        self._listeners: list[Listener] = []
 
     # -- a sequence's life ----------------------------------------------------------------------------------------
 
-    def match(self, tokens: Tokens, namespace: str = "") -> Match:
-        """The longest cached prefix of ``tokens``, int32 ``[n]``.  Changes nothing.  O(n) compared as memory."""
-        return self.tree.match(np.asarray(tokens, dtype=np.int32), namespace)
+    def match(self, tokens: ArrayLike, namespace: str = "") -> Match:
+        """The longest cached prefix of ``tokens``, int32 ``[n]``.  Changes nothing.  O(tokens matched) compared as memory."""
+        return self.tree.match(as_tokens(tokens), namespace)
 
     def acquire(
-        self, tokens: Tokens, *, namespace: str = "", max_new_tokens: int = 0, headroom: int = 0, resumed: bool = False
+        self,
+        tokens: ArrayLike,
+        *,
+        namespace: str = "",
+        max_new_tokens: int = 0,
+        retention: Retention | None = None,
+        headroom: int = 0,
+        resumed: bool = False,
     ) -> Lease | None:
         """Lock the longest cached prefix of ``tokens`` and reserve blocks for the rest, evicting if need be.
 
@@ -104,46 +118,65 @@ class PrefixCache:
             Tenant or salt; prefixes are only found in the namespace that published them.
         max_new_tokens
             Reserve room for this many tokens after the prompt.
+        retention
+            Evict what this sequence publishes after blocks without retention, for a while.
         headroom
             Blocks that must be left free or evictable, so that running sequences can grow.
         resumed
             A preempted sequence comes back: its prompt is not counted again.
         """
-        if not len(tokens):
+        tokens = as_tokens(tokens)
+        end = len(tokens)
+        if not end:
             raise ValueError("tokens must hold at least 1 token, got none")
         if max_new_tokens < 0 or headroom < 0:
             raise ValueError(f"max_new_tokens and headroom must be at least 0, got {max_new_tokens} and {headroom}")
-        tokens = np.asarray(tokens, dtype=np.int32)
-        size = self.block_size
-        match = self.tree.match(tokens, namespace)
-        num_tokens = len(tokens) + max_new_tokens
-        needed = -(-num_tokens // size) - match.num_blocks
-        available = self.num_available_blocks - _unlocked_blocks(match)
-        if needed + headroom > available:
-            return None
-        copies_rows = match.partial_rows > 0 and match.partial_block not in self._unwritten
+        if retention is not None:
+            retention.validate()
+        size, tree = self.block_size, self.tree
+        match = tree.match(tokens, namespace)
+        cached_blocks = match.num_blocks
+        needed = -(-(end + max_new_tokens) // size) - cached_blocks
+        available = self.num_available_blocks
+        spare = available - cached_blocks - needed - headroom
+        if spare < 1:  # count exactly: blocks that are locked already are not locked away by this sequence
+            spare = available - _unlocked_blocks(match) - needed - headroom
+            if spare < 0:
+                return None
+        matched = cached_blocks * size
         # The source of a copy is held until the copy is made, and may be the very block that the last allocation needs.
-        copies_rows = copies_rows and needed + headroom < available
+        rows = match.partial_rows if match.partial_rows and spare and not self._is_unwritten(match.partial_block) else 0
 
-        node = self.tree.lock_match(match, namespace)
-        shared = match.block_ids()
-        self.pool.incref(shared)
-        if copies_rows:
-            source = np.array([match.partial_block], dtype=np.int32)
-            self.pool.incref(source)
-        fresh = self._allocate(needed)
-        lease = Lease(node, namespace, np.concatenate((shared, fresh)), num_tokens)
-        if copies_rows:
-            self._copies.append((lease, BlockCopy(match.partial_block, int(fresh[0]), match.partial_rows)))
-        lease.num_matched_tokens = match.num_blocks * size + (match.partial_rows if copies_rows else 0)
-        lease.num_cached_tokens = min(lease.num_matched_tokens, len(tokens) - 1)
-        lease.num_computed_tokens = lease.num_cached_tokens
-        lease.write_start = lease.num_matched_tokens
-        lease._num_published = match.num_blocks
-        self.tree.touch(node)
-        self._leases.add(lease)
+        matched += rows
+        now = self._clock()
+        finding = None
+        if self.attribution:  # before locking splits the edge where the match ends, and eviction changes what is there
+            finding = attribute(tree, match, tokens, matched, self._computing, now)
+
+        node = tree.lock_match(match, namespace)
+        if rows:
+            self.pool.incref(np.array([match.partial_block], dtype=np.int32))
+        fresh = self._take(needed, now)
+        pieces = match.blocks + fresh
+        table = np.concatenate(pieces) if len(pieces) != 1 else pieces[0].copy()
+        lease = Lease(node, namespace, table, cached_blocks, end + max_new_tokens, matched, matched if matched < end else end - 1)
+        if rows:
+            self._copies.append((lease, BlockCopy(match.partial_block, table.item(cached_blocks), rows)))
+        if retention is not None:
+            lease._retention = retention
+            self._retains = True
+        if self._retains:
+            tree.refresh_retention(node, now)
+        if finding is not None:
+            lease._prompt = keep(tokens)
+            lease._finding = finding
+            if end // size > cached_blocks:
+                self._computing.setdefault(node, []).append(lease)
         if not resumed:
-            self._recorder.record(namespace, len(tokens), lease.num_cached_tokens)
+            self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
+        self._leases.add(lease)
+        if self._listeners and cached_blocks:
+            self._tell(Hit(namespace, tokens[: cached_blocks * size], 0, table[:cached_blocks].copy()))
         return lease
 
     def extend(self, lease: Lease, n: int = 1) -> bool:
@@ -155,23 +188,26 @@ class PrefixCache:
         if needed > 0:
             if needed > self.num_available_blocks:
                 return False
-            fresh = self._allocate(needed)
+            fresh = self._take(needed, self._clock())
             end = lease._num_blocks + needed
             if end > len(lease._table):
                 lease._table = np.concatenate((lease.block_table, np.empty(end, dtype=np.int32)))
-            lease._table[lease._num_blocks : end] = fresh
+            lease._table[lease._num_blocks : end] = np.concatenate(fresh)
             lease._num_blocks = end
         lease.num_tokens += n
         return True
 
-    def publish(self, lease: Lease, tokens: Tokens, num_computed: int) -> None:
+    def publish(self, lease: Lease, tokens: ArrayLike, num_computed: int, *, written: bool = True) -> None:
         """Offer the full blocks among the first ``num_computed`` of ``tokens`` to the tree.
 
         Where another sequence published the same tokens first, the lease moves onto that sequence's block and its own is freed:
         ``block_table`` and ``write_start`` may change.  O(new blocks) and one look-up.
+
+        ``written=False`` publishes blocks whose K/V are not computed yet.  They must be before anyone reads them and before the
+        next copies are made: so sequences scheduled in one step share a prefix that one of them computes in that step.
         """
         self._require_held(lease)
-        tokens = np.asarray(tokens, dtype=np.int32)
+        tokens = as_tokens(tokens)
         most = min(lease.num_tokens, len(tokens))
         if not 0 <= num_computed <= most:
             raise ValueError(
@@ -181,19 +217,20 @@ class PrefixCache:
         first, last = lease._num_published, num_computed // self.block_size
         if last <= first or not self.enable_prefix_caching:
             return
-        own = lease._table[first:last].copy()
-        node, known = self.tree.insert(lease._node, tokens[first * self.block_size : last * self.block_size], own)
-        if len(known):
-            self._drop_copies(lease)
-            self.pool.incref(known)
-            self.pool.decref(own[: len(known)])
-            lease._table[first : first + len(known)] = known
-            lease.write_start = max(lease.write_start, (first + len(known)) * self.block_size)
-        added = own[len(known) :]
-        self.pool.incref(added)
-        self._unwritten.update(added.tolist())
+        own = lease._table[first:last]
+        before = lease._node
+        node, known = self.tree.insert(before, tokens, first, last, num_computed, own, lease._retention)
+        if known:
+            own = self._move_onto(lease, known, own)
+        if not written:
+            self._unwritten.append(own.copy())
+        lease._node = node
         lease._num_published = last
-        self._move(lease, node)
+        if self._computing:
+            self._publish_computing(lease, before)
+        if self._listeners and len(own):
+            start = (last - len(own)) * self.block_size
+            self._tell(Stored(lease.namespace, tokens[: last * self.block_size], start, own.copy()))
 
     def fork(self, lease: Lease, n: int) -> list[Lease] | None:
         """``n`` copies of a sequence that go their own ways: they share its computed full blocks and copy its partial one.
@@ -208,19 +245,20 @@ class PrefixCache:
         if rows and n > self.num_available_blocks:
             return None
         children = []
+        num_tokens = full * self.block_size + rows
         for _ in range(n):
-            shared = lease._table[:full].copy()
-            self.pool.incref(shared)
-            fresh = self._allocate(1 if rows else 0)
-            child = Lease(lease._node, lease.namespace, np.concatenate((shared, fresh)), full * self.block_size + rows)
+            self.pool.incref(lease._table[lease._num_published : full])
+            fresh = self._take(1 if rows else 0, self._clock())
+            table = np.concatenate((lease._table[:full], *fresh))
+            child = Lease(
+                lease._node, lease.namespace, table, lease._num_published, num_tokens, num_tokens, lease.num_computed_tokens
+            )
+            child._retention = lease._retention
             self.tree.lock(child._node)
-            child.num_matched_tokens = child.write_start = child.num_tokens
-            child.num_cached_tokens = child.num_computed_tokens = lease.num_computed_tokens
-            child._num_published = lease._num_published
             if rows:
                 source = lease._table[full : full + 1]
                 self.pool.incref(source)
-                self._copies.append((child, BlockCopy(int(source[0]), int(fresh[0]), rows)))
+                self._copies.append((child, BlockCopy(source.item(0), table.item(full), rows)))
             self._leases.add(child)
             children.append(child)
         return children
@@ -230,17 +268,26 @@ class PrefixCache:
         self._require_held(lease)
         lease._released = True
         self._leases.remove(lease)
-        self._drop_copies(lease)
-        self.tree.touch(lease._node)
-        self.tree.unlock(lease._node)
-        self.pool.decref(lease.block_table)
+        if self._copies:
+            self._drop_copies(lease)
+        node, published = lease._node, lease._num_published
+        if self.attribution:
+            self._last_look(lease)
+        if lease._retention is None:
+            self.tree.touch(node)
+        else:
+            self.tree.touch(node, lease._retention, self._clock())
+        self.tree.unlock(node)
+        if lease._num_blocks > published:
+            self.pool.decref(lease._table[published : lease._num_blocks])
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that sequences acquired since the last call need, in order.  Carry them out before any K/V is written."""
         copies = [copy for _, copy in self._copies]
-        for copy in copies:
-            self.pool.decref(np.array([copy.source], dtype=np.int32))
-        self._copies.clear()
+        if copies:
+            for copy in copies:
+                self.pool.decref(np.array([copy.source], dtype=np.int32))
+            self._copies.clear()
         self._unwritten.clear()
         return copies
 
@@ -255,15 +302,29 @@ class PrefixCache:
     def evict(self, n: int) -> int:
         """Free ``n`` blocks, or as many as can be, by dropping the least valuable cached ones; return how many."""
         before = self.pool.num_free
-        while (missing := n - (self.pool.num_free - before)) > 0 and len(self.tree.policy):
-            blocks = self.tree.evict_tail(missing)
-            self._recorder.evicted_blocks += len(blocks)
-            self.pool.decref(blocks)
+        while (missing := n - (self.pool.num_free - before)) > 0:
+            taken = self._evict(missing, self._clock())
+            if not taken:
+                break
+            for blocks in taken:
+                self.pool.decref(blocks)
         return self.pool.num_free - before
 
     def reset(self) -> None:
-        """Forget every cached prefix that no lease holds."""
+        """Forget every cached prefix that no lease holds, and all that was remembered of evicted ones."""
         self.evict(self.pool.num_blocks)
+        self.tree.forget_all()
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` with each :class:`Stored`, :class:`Evicted` and :class:`Hit` from now on; returns what ends it.
+
+        It is called within the cache's own operations, so it must not use the cache, nor raise.  Costs nothing while nobody
+        listens.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def stats(self) -> CacheStats:
         """Counters since the start, and blocks now.  O(namespaces)."""
@@ -274,9 +335,9 @@ class PrefixCache:
             blocks_cached=cached,
             blocks_locked=self.pool.num_blocks - self.pool.num_free - cached,
             nodes=self.tree.num_nodes,
-            evicted_blocks=self._recorder.evicted_blocks,
-            total=self._recorder.total,
-            namespaces=self._recorder.namespaces(),
+            evicted_blocks=self.tree.num_evicted_blocks,
+            total=self._recorder.total(),
+            namespaces={name: replace(counts) for name, counts in self._recorder.namespaces().items()},
         )
 
     def check(self) -> None:
@@ -287,24 +348,25 @@ class PrefixCache:
         ends: dict[int, int] = {}
         for lease in self._leases:
             assert len(np.unique(lease.block_table)) == lease._num_blocks, "a lease holds a block twice"
-            np.add.at(held, lease.block_table, 1)
+            np.add.at(held, lease._table[lease._num_published : lease._num_blocks], 1)
             ends[id(lease._node)] = ends.get(id(lease._node), 0) + 1
-            path = [lease._node]
-            while path[-1].parent is not None:
-                path.append(path[-1].parent)
-            published = np.concatenate([node.blocks for node in reversed(path)])
-            if self.enable_prefix_caching:
-                assert np.array_equal(published, lease._table[: lease._num_published]), (
-                    "a lease's table and the tree differ about its published blocks"
-                )
+            published = np.concatenate([node.blocks for node in lease._node.path()])
+            assert np.array_equal(published, lease._table[: lease._num_published]), (
+                "a lease's table and the tree differ about its published blocks"
+            )
         for _, copy in self._copies:
             held[copy.source] += 1
         for node in self.tree.nodes():
             held[node.blocks] += 1
-            locked_children = sum(child.lock_count > 0 for child in (node.children or {}).values())
+            locked_children = sum(child.lock_count > 0 for child in node.all_children())
             assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
         wrong = np.flatnonzero(held != self.pool.refcounts())
         assert not len(wrong), f"blocks {wrong[:5].tolist()} have other reference counts than holders"
+        for node, leases in self._computing.items():
+            assert leases, "an empty list of running prompts was kept"
+            assert all(lease in self._leases and lease._node is node for lease in leases), (
+                "a running prompt is filed where it does not end"
+            )
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -312,17 +374,35 @@ class PrefixCache:
         if lease._released:
             raise ValueError("the lease was released before")
 
-    def _allocate(self, n: int) -> BlockIds:
-        """Blocks that are known to be available, evicting for those that are not free."""
-        if n > self.pool.num_free:
-            self.evict(n - self.pool.num_free)
-        return self.pool.allocate(n)
+    def _is_unwritten(self, block: int) -> bool:
+        return any((blocks == block).any() for blocks in self._unwritten)
 
-    def _move(self, lease: Lease, node: Node) -> None:
-        if node is not lease._node:
-            self.tree.lock(node)
-            self.tree.unlock(lease._node)
-            lease._node = node
+    def _take(self, n: int, now: float) -> list[BlockIds]:
+        """``n`` blocks that are known to be available, in pieces; evicted ones are passed on as they are, counted once already."""
+        pool = self.pool
+        free = pool.num_free
+        if n <= free:
+            return [pool.allocate(n)]
+        if self._copies:  # an evicted block may be the source of a copy, and so not free yet
+            self.evict(n - free)
+            return [pool.allocate(n)]
+        taken = self._evict(n - free, now)
+        if free:
+            taken.append(pool.allocate(free))
+        return taken
+
+    def _evict(self, n: int, now: float) -> list[BlockIds]:
+        return self.tree.evict(n, now, self._tell_evicted if self._listeners else None)
+
+    def _move_onto(self, lease: Lease, known: list[BlockIds], own: BlockIds) -> BlockIds:
+        """Put blocks that the tree has already in the place of the lease's own; returns those of its own that remain."""
+        self._drop_copies(lease)
+        theirs = np.concatenate(known)
+        count, first = len(theirs), lease._num_published
+        self.pool.decref(own[:count])
+        lease._table[first : first + count] = theirs
+        lease.write_start = max(lease.write_start, (first + count) * self.block_size)
+        return own[count:]
 
     def _drop_copies(self, lease: Lease) -> None:
         """Forget the lease's pending copies: their target is no longer its own."""
@@ -330,6 +410,62 @@ class PrefixCache:
             if owner is lease:
                 self.pool.decref(np.array([copy.source], dtype=np.int32))
         self._copies = [(owner, copy) for owner, copy in self._copies if owner is not lease]
+
+    def _publish_computing(self, lease: Lease, before: Node) -> None:
+        """``lease`` has published more and now ends elsewhere than ``before``."""
+        leases = self._computing.get(before)
+        if leases is None or lease not in leases:
+            return
+        done = lease._num_published >= len(lease._prompt) // self.block_size
+        if lease._node is before and not done:
+            return
+        self._stop_computing(lease, before)
+        if not done:
+            self._computing.setdefault(lease._node, []).append(lease)
+
+    def _stop_computing(self, lease: Lease, node: Node) -> None:
+        leases = self._computing.get(node)
+        if leases is not None and lease in leases:
+            leases.remove(lease)
+            if not leases:
+                del self._computing[node]
+
+    def _last_look(self, lease: Lease) -> None:
+        """At the end of a sequence: what it leaves behind for later attributions."""
+        size = self.block_size
+        if self._computing:
+            self._stop_computing(lease, lease._node)
+        finding = lease._finding
+        if finding is None:
+            return
+        prompt, published = lease._prompt, lease._num_published * size
+        tail = min(lease.num_computed_tokens, len(prompt))
+        if published < tail < published + size and lease._num_published == lease._node.start + lease._node.num_blocks:
+            self.tree.remember_tail(lease._node, prompt[published:tail])
+        unknown = finding.new + finding.diverged
+        if unknown >= size and len(self._recorder._by_namespace) > 1:
+            known = len(prompt) - unknown - finding.last_token
+            elsewhere = min(found_elsewhere(self.tree, lease.namespace, prompt, known), unknown)
+            if elsewhere:
+                counts = self._recorder.counts(lease.namespace)
+                counts.namespace += elsewhere
+                if finding.new:
+                    counts.new -= elsewhere
+                else:
+                    counts.diverged -= elsewhere
+
+    def _tell(self, event: Event) -> None:
+        for listener in tuple(self._listeners):
+            listener(event)
+
+    def _tell_evicted(self, leaf: Node, blocks: BlockIds) -> None:
+        path = leaf.path()
+        root = path[0]
+        assert isinstance(root, Root)
+        size = self.block_size
+        start = (leaf.start + leaf.num_blocks) * size
+        tokens: Tokens = np.concatenate([node.tokens for node in path])[: start + len(blocks) * size]
+        self._tell(Evicted(root.namespace, tokens, start, blocks.copy()))
 
 
 def _unlocked_blocks(match: Match) -> int:

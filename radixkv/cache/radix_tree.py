@@ -2,103 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from sortedcontainers import SortedDict
 
 from radixkv.cache.block_pool import BlockIds
-from radixkv.cache.eviction import EvictionPolicy
-
-Tokens = NDArray[np.int32]
-
-# Above this many children a node keeps them sorted, so that the closest one is found without looking at all.
-_SORT_CHILDREN_ABOVE = 8
-
-
-class Node:
-    """An edge of one or more whole blocks, and what hangs below it.
-
-    ``tokens`` and ``blocks`` are slices ``[start, stop)``, counted in blocks, of buffers that a split shares between the two
-    halves.  A leaf owns its buffers from ``start`` to their ends, so it can grow in place.
-    """
-
-    __slots__ = ("_blocks", "_tokens", "block_size", "children", "last_use", "lock_count", "parent", "start", "stop")
-
-    def __init__(self, parent: Node | None, tokens: Tokens, blocks: BlockIds, start: int, stop: int, block_size: int) -> None:
-        self.parent = parent
-        self.children: dict[bytes, Node] | None = None
-        """By the first block's tokens; a ``SortedDict`` when there are many."""
-        self._tokens = tokens
-        self._blocks = blocks
-        self.start = start
-        self.stop = stop
-        self.block_size = block_size
-        self.lock_count = 0
-        """Leases that end here, plus children that are locked."""
-        self.last_use = 0
-
-    @property
-    def tokens(self) -> Tokens:
-        """int32 ``[num_blocks * block_size]``, a view."""
-        return self._tokens[self.start * self.block_size : self.stop * self.block_size]
-
-    @property
-    def blocks(self) -> BlockIds:
-        """int32 ``[num_blocks]``, a view."""
-        return self._blocks[self.start : self.stop]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def key(self) -> bytes:
-        """What the parent files this node under."""
-        first = self.start * self.block_size
-        return self._tokens[first : first + self.block_size].tobytes()
-
-    def grow(self, tokens: Tokens, blocks: BlockIds) -> None:
-        """Append whole blocks to a leaf's edge, in amortised O(blocks)."""
-        needed = self.stop + len(blocks)
-        if needed > len(self._blocks):
-            kept, capacity = self.num_blocks, max(needed - self.start, 2 * self.num_blocks)
-            all_tokens = np.empty(capacity * self.block_size, dtype=np.int32)
-            all_blocks = np.empty(capacity, dtype=np.int32)
-            all_tokens[: kept * self.block_size] = self.tokens
-            all_blocks[:kept] = self.blocks
-            self._tokens, self._blocks, self.start, self.stop = all_tokens, all_blocks, 0, kept
-            needed = kept + len(blocks)
-        self._tokens[self.stop * self.block_size : needed * self.block_size] = tokens
-        self._blocks[self.stop : needed] = blocks
-        self.stop = needed
+from radixkv.cache.eviction import EvictionOrder, EvictionPolicy, is_evictable
+from radixkv.cache.node import NO_BLOCKS, EvictionStamp, Node, Root
+from radixkv.cache.retention import Retention
+from radixkv.cache.siblings import Siblings
+from radixkv.cache.tokens import Tokens, common_prefix, keep
 
 
-class Root(Node):
-    """The top of a namespace: no edge of its own, never a leaf, gone when nothing is below it and no lease ends at it."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: str, block_size: int) -> None:
-        empty = np.empty(0, dtype=np.int32)
-        super().__init__(None, empty, empty, 0, 0, block_size)
-        self.namespace = namespace
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix of some tokens: it ends ``offset`` blocks into ``node``'s edge."""
+class Match(NamedTuple):
+    """The longest cached prefix of a prompt."""
 
     node: Node
+    """Where its last whole block is, or the namespace's root."""
     offset: int
+    """Whole blocks of ``node``'s edge that belong to the match."""
     blocks: list[BlockIds]
-    """Block ids of the whole blocks, in pieces, first to last."""
+    """Ids of its whole blocks, a piece for each node, first to last."""
     num_blocks: int
     partial_block: int
-    """A block whose first ``partial_rows`` tokens go on as the query does, where the match leaves the tree inside it."""
+    """A block whose first ``partial_rows`` tokens go on as the prompt does, where the prompt leaves the tree inside it, else -1."""
     partial_rows: int
+    edge: Node | None
+    """The node whose tokens the prompt was compared with last; None where no edge goes on with the prompt's next token."""
+    common: int
+    """Leading tokens of ``edge`` that the prompt shares, remembered ones included."""
 
     def num_tokens(self, block_size: int) -> int:
         return self.num_blocks * block_size + self.partial_rows
@@ -109,135 +43,107 @@ class Match:
 
     def path(self) -> list[Node]:
         """The nodes from the namespace's root down to ``node``."""
-        nodes = [self.node]
-        while nodes[-1].parent is not None:
-            nodes.append(nodes[-1].parent)
-        return nodes[::-1]
+        return self.node.path()
 
 
 class RadixTree:
     """One radix tree a namespace over int32 tokens cut at block boundaries, with one eviction order for all.
 
     Siblings differ in their first block.  The tree knows no reference counts: who inserts blocks, or takes them by eviction,
-    keeps those.  Costs: ``match`` and ``insert`` O(query tokens) compared as memory, plus O(log children) a node; ``lock`` and
-    ``unlock`` O(nodes whose state changes); ``evict_tail`` O(log leaves).
+    keeps those.  Costs: ``match`` and ``insert`` O(tokens shared) compared as memory, plus O(1) a node and O(log) where children
+    begin with the same token; ``lock`` and ``unlock`` O(nodes whose state changes); ``evict`` O(log leaves) a leaf, amortised.
+
+    With ``remember_blocks`` the tokens of up to that many evicted blocks stay in the tree, so that it can tell what was evicted
+    from what was never there.
     """
 
-    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
+    def __init__(self, block_size: int, policy: EvictionPolicy, remember_blocks: int = 0) -> None:
         self.block_size = block_size
-        self.policy = policy
+        self.order = EvictionOrder(policy)
+        self.remember_blocks = remember_blocks
         self._roots: dict[str, Root] = {}
-        self._nothing = Root("", block_size)
+        self._nothing = Root("")
+        self._remembering: deque[Node] = deque()
+        """Nodes with evicted blocks, those evicted first in front; some more than once, some that have blocks again."""
         self._tick = 0
         self.num_nodes = 0
+        """Nodes with blocks."""
         self.num_blocks = 0
         self.num_unlocked_blocks = 0
+        self.num_evicted_blocks = 0
+        """Since the start."""
+        self.num_remembered_blocks = 0
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
         """The longest cached prefix.  Changes nothing, not even the order of eviction."""
-        return self._descend(self._roots.get(namespace, self._nothing), tokens)
-
-    def _descend(self, node: Node, tokens: Tokens) -> Match:
-        """Follow ``tokens`` down from the end of ``node``'s edge."""
         size = self.block_size
+        node: Node = self._roots.get(namespace, self._nothing)
+        end = len(tokens)
         pieces: list[BlockIds] = []
-        position, offset = 0, node.num_blocks
-        while node.children:
-            rest = tokens[position:]
-            child = node.children.get(rest[:size].tobytes())
+        position = offset = common = rows = 0
+        partial = -1
+        edge: Node | None = None
+        while position < end:
+            children = node.children
+            entry = children.get(tokens.item(position)) if children else None
+            if entry is None:
+                edge = None
+                break
+            rest = tokens[position:] if position else tokens
+            edge = entry.closest(rest) if isinstance(entry, Siblings) else entry
+            common = common_prefix(edge.tokens, rest)
+            whole, live = common // size, edge.num_blocks
+            if whole < live:  # the prompt leaves the tree inside this edge
+                rows = common - whole * size
+                if rows:
+                    partial = edge.blocks.item(whole)
+                if whole:
+                    pieces.append(edge.blocks[:whole])
+                    node, offset = edge, whole
+                    position += whole * size
+                break
+            if live:
+                pieces.append(edge.blocks)
+                node, offset = edge, live
+                position += live * size
+            if len(edge.tokens) > live * size:
+                break  # what comes next is remembered at most
+            edge = None
+        return Match(node, offset, pieces, position // size, partial, rows, edge, common if edge is not None else 0)
+
+    def recall(self, edge: Node, tokens: Tokens) -> tuple[Node, int]:
+        """Follow remembered tokens on from the end of ``edge``: the node where they part from ``tokens``, and what they share of
+        its edge."""
+        common = len(edge.tokens)
+        while edge.children:
+            rest = tokens[edge.start * self.block_size + common :]
+            child = edge.children.get(rest.item(0)) if len(rest) else None
+            if isinstance(child, Siblings):
+                child = child.closest(rest)
             if child is None:
-                sibling = _closest(node.children, rest[:size])
-                rows = 0 if sibling is None else _common_prefix(sibling.tokens[:size], rest)
-                if sibling is None or not rows:
-                    break
-                return Match(node, offset, pieces, position // size, int(sibling.blocks[0]), rows)
-            common = _common_prefix(child.tokens, rest)
-            whole = common // size
-            blocks = child.blocks
-            pieces.append(blocks[:whole])
-            position += whole * size
-            node, offset = child, whole
-            if whole < child.num_blocks:
-                return Match(node, offset, pieces, position // size, int(blocks[whole]), common - whole * size)
-        return Match(node, offset, pieces, position // size, -1, 0)
+                break
+            edge, common = child, common_prefix(child.tokens, rest)
+            if common < len(edge.tokens):
+                break
+        return edge, common
+
+    def namespaces(self) -> Iterator[str]:
+        """Namespaces with blocks, leases or remembered tokens, the newest first."""
+        return reversed(self._roots)
 
     # -- changing ------------------------------------------------------------------------------------------------
 
     def lock_match(self, match: Match, namespace: str) -> Node:
         """Lock the path to where ``match`` ends, splitting an edge it ends inside of; return the node that ends there."""
-        if match.node is self._nothing:
-            node: Node = self._roots.setdefault(namespace, Root(namespace, self.block_size))
-        else:
-            node = self._end_of(match)
+        node = match.node
+        if node is self._nothing:
+            node = self._roots.setdefault(namespace, Root(namespace))
+        elif match.offset < node.num_blocks:
+            node = self._split(node, match.offset)
         self.lock(node)
         return node
-
-    def _end_of(self, match: Match) -> Node:
-        return match.node if match.offset == match.node.num_blocks else self._split(match.node, match.offset)
-
-    def insert(self, node: Node, tokens: Tokens, blocks: BlockIds) -> tuple[Node, BlockIds]:
-        """Add whole blocks below ``node``, which the caller has locked.
-
-        Returns the node where ``tokens`` now end, and the ids of the leading blocks that were there already, which take the
-        place of the caller's own.
-        """
-        match = self._descend(node, tokens)
-        end, known = self._end_of(match), match.block_ids()
-        self.touch(end)
-        new_tokens, new_blocks = tokens[len(known) * self.block_size :], blocks[len(known) :]
-        if not len(new_blocks):
-            return end, known
-        self.num_blocks += len(new_blocks)
-        if end is node and node.lock_count == 1 and not node.children and node.parent is not None:
-            # Nobody but the caller ends at this leaf: a growing sequence stays one node, however many blocks it publishes.
-            node.grow(new_tokens, new_blocks)
-            return node, known
-        return self._add_leaf(end, new_tokens, new_blocks), known
-
-    def _add_leaf(self, parent: Node, tokens: Tokens, blocks: BlockIds) -> Node:
-        if _is_evictable(parent):
-            self.policy.remove(parent)
-        leaf = Node(parent, tokens.copy(), blocks.copy(), 0, len(blocks), self.block_size)
-        leaf.last_use = parent.last_use  # just touched
-        if parent.children is None:
-            parent.children = {}
-        elif len(parent.children) == _SORT_CHILDREN_ABOVE:
-            parent.children = SortedDict(parent.children)
-        parent.children[leaf.key] = leaf
-        self.num_nodes += 1
-        self.num_unlocked_blocks += len(blocks)
-        self.policy.add(leaf)
-        return leaf
-
-    def _split(self, node: Node, offset: int) -> Node:
-        """Cut ``node``'s edge after ``offset`` blocks; ``node`` keeps the lower part, its identity and its leases."""
-        parent = node.parent
-        assert parent is not None
-        assert parent.children is not None
-        upper = Node(parent, node._tokens, node._blocks, node.start, node.start + offset, self.block_size)
-        upper.last_use = node.last_use
-        upper.lock_count = 1 if node.lock_count else 0
-        parent.children[node.key] = upper
-        node.parent = upper
-        node.start += offset
-        upper.children = {node.key: node}
-        self.num_nodes += 1
-        return upper
-
-    def touch(self, node: Node) -> None:
-        """Mark the path to ``node`` as just used.  O(depth)."""
-        self._tick += 1
-        evictable = _is_evictable(node)
-        if evictable:
-            self.policy.remove(node)
-        step: Node | None = node
-        while step is not None:
-            step.last_use = self._tick
-            step = step.parent
-        if evictable:
-            self.policy.add(node)
 
     def lock(self, node: Node) -> None:
         """Keep ``node`` and its ancestors from eviction, until :meth:`unlock`."""
@@ -245,10 +151,8 @@ class RadixTree:
         while step is not None:
             step.lock_count += 1
             if step.lock_count > 1:
-                return
+                break
             self.num_unlocked_blocks -= step.num_blocks
-            if not step.children and step.parent is not None:
-                self.policy.remove(step)
             step = step.parent
 
     def unlock(self, node: Node) -> None:
@@ -258,123 +162,438 @@ class RadixTree:
             assert step.lock_count > 0, "unlock of a node that is not locked"
             step.lock_count -= 1
             if step.lock_count:
-                return
+                break
             self.num_unlocked_blocks += step.num_blocks
-            if _is_evictable(step):
-                self.policy.add(step)
-            elif not step.children:
-                self._drop_root(step)
+            if not step.live_children:
+                self._became_leaf(step)
             step = step.parent
 
-    def evict_tail(self, most: int) -> BlockIds:
-        """Take up to ``most`` blocks, at least one, off the tail of the least valuable unlocked leaf.
+    def touch(self, node: Node, retention: Retention | None = None, now: float = 0.0) -> None:
+        """Count a use that ends at ``node``, which is locked.
 
-        Raises ``IndexError`` when every leaf is locked or there is none.
+        Its ancestors' order matters only when all below them is gone: :meth:`evict` hands it up then.  So this is O(1).
         """
-        leaf = self.policy.victim()
-        taken = min(most, leaf.num_blocks)
-        blocks = leaf.blocks[leaf.num_blocks - taken :].copy()
-        key = leaf.key
-        leaf.stop -= taken
-        self.num_blocks -= taken
-        self.num_unlocked_blocks -= taken
-        if leaf.num_blocks == 0:
-            self._remove(leaf, key)
-        return blocks
+        self._tick += 1
+        node.last_use = self._tick
+        node.uses += 1
+        if retention is not None and node.num_blocks:
+            node.retention = retention.hold(now)
 
-    def _remove(self, leaf: Node, key: bytes) -> None:
-        parent = leaf.parent
+    def refresh_retention(self, node: Node, now: float) -> None:
+        """Restore the retention of every node on the path to ``node``, which is locked.  O(depth)."""
+        step: Node | None = node
+        while step is not None:
+            if step.retention is not None:
+                step.retention = step.retention.retention.hold(now)
+            step = step.parent
+
+    def _became_leaf(self, node: Node) -> None:
+        """``node`` is unlocked and nothing with blocks is left below it."""
+        if node.num_blocks:
+            self.order.push(node)
+        elif node.parent is None:
+            self._drop_if_empty(node)
+
+    def _drop_if_empty(self, root: Node) -> None:
+        # Namespaces come and go with tenants and salts: an empty one must cost nothing.
+        if not root.children and not root.lock_count:
+            assert isinstance(root, Root)
+            del self._roots[root.namespace]
+
+    def insert(
+        self, node: Node, tokens: Tokens, first: int, last: int, end: int, blocks: BlockIds, retention: Retention | None = None
+    ) -> tuple[Node, list[BlockIds]]:
+        """Add blocks ``first`` to ``last`` of a sequence below ``node``, which ends at ``first`` and which the caller has locked.
+
+        ``tokens[:end]`` are the sequence's; those beyond the last block are remembered.  ``blocks`` is int32 ``[last - first]``.
+        Returns the node where the blocks end, onto which the caller's lock has moved, and the ids of the leading blocks that were
+        there already, which take the place of the caller's own.
+        """
+        if node.evicted is None:  # nothing is remembered here, but for less than a block perhaps
+            children = node.children
+            if not children:
+                if self._is_growable(node, 1, retention):
+                    self._grow(node, tokens, end, blocks)
+                    return node, []
+                if len(node.tokens) > node.num_blocks * self.block_size:
+                    node.tokens = keep(node.tokens[: node.num_blocks * self.block_size])
+            elif tokens.item(first * self.block_size) in children:
+                return self._merge(node, tokens, first, last, end, blocks, retention)
+            leaf = self._add_leaf(node, tokens, first, end, blocks)
+            leaf.lock_count = 1  # and the caller's lock on the parent is now this child's
+            return leaf, []
+        return self._merge(node, tokens, first, last, end, blocks, retention)
+
+    def _merge(
+        self, caller: Node, tokens: Tokens, first: int, last: int, end: int, blocks: BlockIds, retention: Retention | None
+    ) -> tuple[Node, list[BlockIds]]:
+        """:meth:`insert` where some of the tokens may be in the tree or remembered."""
+        size = self.block_size
+        node, at = caller, first
+        known: list[BlockIds] = []
+        while at < last:
+            own_locks = 1 if node is caller else 0
+            if len(node.tokens) > node.num_blocks * size:
+                at += self._revive(node, own_locks, tokens, at, last, end, blocks[at - first :], retention)
+                if at == last:
+                    break
+            child = self._child(node, tokens[at * size : end])
+            common = common_prefix(child.tokens, tokens[at * size : end]) if child is not None else 0
+            if child is None or common < size:
+                if child is not None and len(child.tokens) < size:
+                    self._forget(child)  # less than a block, and in the way of one that begins alike
+                if not node.children and self._is_growable(node, own_locks, retention):
+                    self._grow(node, tokens, end, blocks[at - first :])
+                else:
+                    node = self._add_leaf(node, tokens, at, end, blocks[at - first :])
+                    self.num_unlocked_blocks += last - at
+                break
+            if child.num_blocks:
+                shared = min(common // size, child.num_blocks, last - at)
+                known.append(child.blocks[:shared])
+                at += shared
+                if shared < child.num_blocks:
+                    child = self._split(child, shared)
+            node = child
+        if node is not caller:
+            self.lock(node)
+            self.unlock(caller)
+        return node, known
+
+    def _revive(
+        self,
+        node: Node,
+        own_locks: int,
+        tokens: Tokens,
+        at: int,
+        last: int,
+        end: int,
+        blocks: BlockIds,
+        retention: Retention | None,
+    ) -> int:
+        """Give remembered blocks of ``node``'s edge their K/V again where the sequence goes on as they do; return how many blocks.
+
+        Afterwards the edge remembers nothing, or the sequence ends inside of what it remembers.
+        """
+        size = self.block_size
+        live = node.num_blocks
+        rest = node.tokens[live * size :]
+        if live and not self._is_growable(node, own_locks, retention):
+            common = whole = 0  # other sequences end here: their locks must not cover more blocks
+        else:
+            common = common_prefix(rest, tokens[at * size : end])
+            whole = min(common // size, last - at)
+        if whole:
+            self._append(node, blocks[:whole])
+        if at + whole == last:
+            pass  # the sequence ends on this edge
+        elif common == len(rest) and not node.children:
+            self._set_tokens(node, keep(tokens[node.start * size : end]))
+            self._append(node, blocks[whole:])
+            return last - at
+        elif len(rest) - whole * size < size:
+            self._set_tokens(node, node.tokens[: (live + whole) * size])
+        else:
+            self._split_remembered(node, live + whole)
+        return whole
+
+    def _is_growable(self, node: Node, own_locks: int, retention: Retention | None) -> bool:
+        """Whether a sequence that ends at ``node`` may lengthen its edge: nobody else ends there, and it is retained alike."""
+        if node.lock_count != own_locks or node.live_children or node.parent is None:
+            return False
+        hold = node.retention
+        return hold is None or hold.retention == retention
+
+    def _grow(self, node: Node, tokens: Tokens, end: int, blocks: BlockIds) -> None:
+        """Lengthen a leaf's edge: a growing sequence stays one node, however many blocks it publishes."""
+        node.tokens = keep(tokens[node.start * self.block_size : end])
+        self._append(node, blocks)
+
+    def _append(self, node: Node, blocks: BlockIds) -> None:
+        """Give ``blocks`` to the next tokens of ``node``'s edge."""
+        remembered = self._remembered(node)
+        if not node.num_blocks:
+            assert node.parent is not None
+            node.parent.live_children += 1
+            self.num_nodes += 1
+            node.last_use = node.uses = 0
+            node.blocks = blocks.copy()
+        else:
+            node.blocks = np.concatenate((node.blocks, blocks))
+        node.num_blocks += len(blocks)
+        self.num_blocks += len(blocks)
+        if not node.lock_count:
+            self.num_unlocked_blocks += len(blocks)
+        self._recount(node, remembered)
+
+    def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: BlockIds) -> Node:
+        leaf = Node(parent, first, keep(tokens[first * self.block_size : end]), blocks.copy(), len(blocks))
+        self._file(parent, leaf)
+        parent.live_children += 1
+        self.num_nodes += 1
+        self.num_blocks += len(blocks)
+        return leaf
+
+    def _file(self, parent: Node, child: Node) -> None:
+        """Put ``child`` among its parent's children, none of which begins with the same block."""
+        if parent.children is None:
+            parent.children = {}
+        first = child.tokens.item(0)
+        present = parent.children.get(first)
+        if present is None:
+            parent.children[first] = child
+        elif isinstance(present, Siblings):
+            present.add(child)
+        else:
+            parent.children[first] = Siblings(self.block_size, present, child)
+
+    def _unfile(self, child: Node) -> None:
+        """Take ``child`` from its parent's children."""
+        parent = child.parent
         assert parent is not None
         assert parent.children is not None
-        self.policy.remove(leaf)
-        del parent.children[key]
-        leaf.parent = None
-        self.num_nodes -= 1
-        if not parent.children:
-            parent.children = None
-            if _is_evictable(parent):
-                self.policy.add(parent)
-            elif parent.lock_count == 0:
-                self._drop_root(parent)
+        first = child.tokens.item(0)
+        present = parent.children[first]
+        if isinstance(present, Siblings):
+            present.remove(child)
+            if len(present) == 1:
+                (parent.children[first],) = present
+        else:
+            del parent.children[first]
+            if not parent.children:
+                parent.children = None
+        child.parent = None
 
-    def _drop_root(self, root: Node) -> None:
-        # Namespaces come and go with tenants and salts: an empty one must cost nothing.
-        assert isinstance(root, Root)
-        del self._roots[root.namespace]
+    def _child(self, node: Node, tokens: Tokens) -> Node | None:
+        """The child that shares the most leading tokens with ``tokens``."""
+        child = node.children.get(tokens.item(0)) if node.children else None
+        return child.closest(tokens) if isinstance(child, Siblings) else child
+
+    def _split(self, node: Node, offset: int) -> Node:
+        """Cut ``node``'s edge after ``offset`` of its blocks; ``node`` keeps the lower part, its identity and its leases."""
+        parent, cut = node.parent, offset * self.block_size
+        assert parent is not None
+        upper = Node(parent, node.start, keep(node.tokens[:cut]), node.blocks[:offset].copy(), offset)
+        upper.last_use = node.last_use
+        upper.lock_count = 1 if node.lock_count else 0
+        upper.live_children = 1
+        upper.retention = node.retention
+        assert parent.children is not None
+        first = node.tokens.item(0)
+        entry = parent.children[first]
+        if isinstance(entry, Siblings):
+            entry.add(upper)  # begins with the same block, so it takes the place of ``node``
+        else:
+            parent.children[first] = upper
+        node.parent = upper
+        node.start += offset
+        node.tokens = keep(node.tokens[cut:])
+        node.blocks = node.blocks[offset:]
+        node.num_blocks -= offset
+        upper.children = {node.tokens.item(0): node}
+        self.num_nodes += 1
+        return upper
+
+    # -- evicting and remembering ----------------------------------------------------------------------------------
+
+    def evict(self, n: int, now: float = 0.0, tell: Callable[[Node, BlockIds], None] | None = None) -> list[BlockIds]:
+        """Take ``n`` blocks, or as many as can be had, off the tails of the least valuable unlocked leaves.
+
+        ``tell`` is called with each leaf, after its blocks were taken, and those blocks.
+        """
+        taken: list[BlockIds] = []
+        stamp = EvictionStamp(now, self.num_evicted_blocks)
+        missing = n
+        while missing > 0:
+            leaf = self.order.victim(now)
+            if leaf is None:
+                break
+            live = leaf.num_blocks
+            if live > missing:
+                left = live - missing
+                blocks = leaf.blocks[left:]
+                leaf.blocks, leaf.num_blocks = leaf.blocks[:left], left
+                missing = 0
+            else:
+                blocks = leaf.blocks
+                leaf.blocks, leaf.num_blocks = NO_BLOCKS, 0
+                missing -= live
+            taken.append(blocks)
+            self._remember(leaf, len(blocks), stamp)
+            if tell is not None:
+                tell(leaf, blocks)
+            if not leaf.num_blocks:
+                self._emptied(leaf)
+        count = n - missing
+        self.num_blocks -= count
+        self.num_unlocked_blocks -= count
+        self.num_evicted_blocks += count
+        if self.num_remembered_blocks > self.remember_blocks or len(self._remembering) > 2 * self.remember_blocks + 16:
+            self._forget_oldest()
+        self.order.sweep(self.num_nodes)
+        return taken
+
+    def _emptied(self, leaf: Node) -> None:
+        """``leaf`` has lost its last block: its order and uses go up to its parent, which may be a leaf now."""
+        parent = leaf.parent
+        assert parent is not None
+        leaf.retention = None
+        self.num_nodes -= 1
+        parent.live_children -= 1
+        parent.uses += leaf.uses
+        if leaf.last_use > parent.last_use:
+            parent.last_use = leaf.last_use
+        if not self.remember_blocks:
+            self._unfile(leaf)
+        if not parent.live_children and not parent.lock_count:
+            self._became_leaf(parent)
+
+    def _remember(self, leaf: Node, taken: int, stamp: EvictionStamp) -> None:
+        """Keep the tokens of the blocks just taken off ``leaf``, if any are to be kept."""
+        if not self.remember_blocks:
+            if leaf.num_blocks:
+                leaf.tokens = keep(leaf.tokens[: leaf.num_blocks * self.block_size])
+            return
+        if leaf.evicted is None:
+            self._remembering.append(leaf)
+            self.num_remembered_blocks += -(-len(leaf.tokens) // self.block_size) - leaf.num_blocks
+        else:
+            self.num_remembered_blocks += taken
+        leaf.evicted = stamp
+
+    def _remembered(self, node: Node) -> int:
+        """Evicted blocks whose tokens the node's edge remembers, an incomplete last one among them."""
+        return -(-len(node.tokens) // self.block_size) - node.num_blocks if node.evicted is not None else 0
+
+    def _recount(self, node: Node, before: int) -> None:
+        """Keep the count of remembered blocks right: ``before`` were the node's before a change."""
+        if node.evicted is not None:
+            if len(node.tokens) == node.num_blocks * self.block_size:
+                node.evicted = None
+            self.num_remembered_blocks += self._remembered(node) - before
+
+    def _set_tokens(self, node: Node, tokens: Tokens) -> None:
+        before = self._remembered(node)
+        node.tokens = tokens
+        self._recount(node, before)
+
+    def _split_remembered(self, node: Node, offset: int) -> None:
+        """Cut ``node``'s edge after ``offset`` blocks, where its remembered ones begin or later; ``node`` keeps the upper part."""
+        cut = offset * self.block_size
+        lower = Node(node, node.start + offset, keep(node.tokens[cut:]), NO_BLOCKS, 0)
+        lower.children = node.children
+        for child in lower.all_children():
+            child.parent = lower
+        lower.evicted = node.evicted or EvictionStamp(0.0, 0)
+        self._remembering.append(lower)
+        self.num_remembered_blocks += self._remembered(lower)
+        self._set_tokens(node, keep(node.tokens[:cut]))
+        node.children = {lower.tokens.item(0): lower}
+
+    def remember_tail(self, node: Node, tokens: Tokens) -> None:
+        """Remember ``tokens``, fewer than a block, as having followed ``node``, whose blocks the caller has locked."""
+        if len(node.tokens) > node.num_blocks * self.block_size or self._child(node, tokens) is not None:
+            return  # something else that begins alike is remembered there: that will do
+        tail = Node(node, node.start + node.num_blocks, keep(tokens), NO_BLOCKS, 0)
+        tail.evicted = EvictionStamp(0.0, 0)
+        self._remembering.append(tail)
+        self.num_remembered_blocks += 1
+        self._file(node, tail)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        queue = self._remembering
+        while self.num_remembered_blocks > self.remember_blocks or len(queue) > 2 * self.remember_blocks + 16:
+            self._forget(queue.popleft())
+
+    def _forget(self, node: Node) -> None:
+        """Forget the remembered tokens of a node and all below it."""
+        if node.evicted is None or (node.parent is None):
+            return
+        below = [node]
+        for step in below:
+            below.extend(step.all_children())
+        for step in reversed(below):
+            self.num_remembered_blocks -= self._remembered(step)
+            step.evicted = None
+            if step.num_blocks:
+                step.tokens = keep(step.tokens[: step.num_blocks * self.block_size])
+                continue
+            parent = step.parent
+            self._unfile(step)
+            if isinstance(parent, Root):
+                self._drop_if_empty(parent)
+
+    def forget_all(self) -> None:
+        """Forget every token that has no block."""
+        while self._remembering:
+            self._forget(self._remembering.popleft())
 
     # -- checking ------------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, the roots too."""
+        """Every node, the roots and those that only remember too."""
         stack: list[Node] = list(self._roots.values())
         while stack:
             node = stack.pop()
             yield node
-            stack.extend((node.children or {}).values())
+            stack.extend(node.all_children())
 
     def check(self) -> None:
         """Assert every invariant of the tree alone.  O(tokens held)."""
+        size = self.block_size
         seen: list[BlockIds] = []
-        num_nodes = num_unlocked = num_leaves = 0
+        num_nodes = num_unlocked = num_remembered = 0
         assert self._nothing.children is None, "the empty root has grown"
         assert self._nothing.lock_count == 0, "the empty root is locked"
+        leaves = self.order.leaves()
+        remembering = set(self._remembering)
         for node in self.nodes():
             self._check_children(node)
             if isinstance(node, Root):
                 assert node.children or node.lock_count, "an empty namespace was kept"
+                assert self._roots.get(node.namespace) is node, "a namespace is filed under another name"
+                continue
+            num_remembered += self._remembered(node)
+            assert len(node.tokens) > 0, "a node is empty"
+            assert len(node.tokens) >= node.num_blocks * size, "a block has no tokens"
+            assert len(node.blocks) == node.num_blocks, "a node's blocks were miscounted"
+            assert node.evicted is None or node in remembering, "remembered tokens would never be forgotten"
+            if not node.num_blocks:
+                assert node.evicted is not None, "a node without blocks is kept for nothing"
+                assert node.lock_count == 0, "a node without blocks is locked"
                 continue
             num_nodes += 1
-            assert node.num_blocks > 0, "a node is empty"
-            assert len(node.tokens) == node.num_blocks * self.block_size, "tokens and blocks differ in length"
             seen.append(node.blocks)
-            assert node.parent is not None
-            assert node.parent.last_use >= node.last_use, "a node was used after its parent"
+            if node.evicted is None:
+                assert len(node.tokens) - node.num_blocks * size < size, "a whole block is remembered that was not evicted"
             if node.lock_count == 0:
                 num_unlocked += node.num_blocks
-            num_leaves += _is_evictable(node)
-            assert (node in self.policy) == _is_evictable(node), "the policy's leaves are not the unlocked leaves"
+            assert (node in leaves) == is_evictable(node), "the eviction order's leaves are not the unlocked leaves"
         blocks = np.concatenate(seen) if seen else np.empty(0, dtype=np.int32)
         assert len(np.unique(blocks)) == len(blocks), "the tree holds a block twice"
-        assert (self.num_nodes, self.num_blocks, self.num_unlocked_blocks) == (num_nodes, len(blocks), num_unlocked), (
-            "cached sizes differ from recounted ones"
-        )
-        assert len(self.policy) == num_leaves, "the policy holds a leaf that is gone"
+        counted = (num_nodes, len(blocks), num_unlocked, num_remembered)
+        cached = (self.num_nodes, self.num_blocks, self.num_unlocked_blocks, self.num_remembered_blocks)
+        assert cached == counted, f"cached sizes {cached} differ from recounted ones {counted}"
+        assert num_remembered <= self.remember_blocks, "more is remembered than allowed"
 
     def _check_children(self, node: Node) -> None:
-        children = node.children or {}
+        size = self.block_size
+        children = list(node.all_children())
         assert node.children is None or children, "an empty dict of children was kept"
-        assert node.lock_count >= sum(child.lock_count > 0 for child in children.values()), "a locked node's parent is not locked"
-        for key, child in children.items():
-            assert child.parent is node, "a child's parent is another node"
-            assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
-            assert child.key == key, "a child is filed under another key"
-
-
-def _is_evictable(node: Node) -> bool:
-    """Whether a node is an unlocked leaf.  Roots are none: they hold no blocks."""
-    return not node.children and not node.lock_count and node.parent is not None
-
-
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    """Leading tokens that two arrays share."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax()) if n else 0
-    return first if n and differ[first] else n
-
-
-def _closest(children: dict[bytes, Node], tokens: Tokens) -> Node | None:
-    """The child whose first block shares the most leading tokens with ``tokens``.
-
-    In byte-wise order the longest common prefix is always with a neighbour, so many children cost O(log n).
-    """
-    if not len(tokens):
-        return None
-    if isinstance(children, SortedDict):
-        at = children.bisect_left(tokens.tobytes())
-        keys = children.keys()
-        candidates: list[Node] = [children[keys[i]] for i in (at - 1, at) if 0 <= i < len(keys)]
-    else:
-        candidates = list(children.values())
-    size = len(tokens)
-    return max(candidates, key=lambda child: _common_prefix(child.tokens[:size], tokens))
+        assert node.lock_count >= sum(child.lock_count > 0 for child in children), "a locked node's parent is not locked"
+        assert node.live_children == sum(child.num_blocks > 0 for child in children), "children with blocks were miscounted"
+        if children:
+            assert len(node.tokens) % size == 0, "children hang behind an incomplete block"
+        if node.live_children:
+            assert len(node.tokens) == node.num_blocks * size, "a block hangs below one that was evicted"
+        for first, entry in (node.children or {}).items():
+            for child in entry if isinstance(entry, Siblings) else (entry,):
+                assert child.parent is node, "a child's parent is another node"
+                assert child.start == node.start + len(node.tokens) // size, "a node's start is wrong"
+                assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
+                assert child.tokens.item(0) == first, "a child is filed under another key"
+                if isinstance(entry, Siblings):
+                    assert entry.closest(child.tokens) is child, "a child is filed under another key"
+        firsts = [child.tokens[:size].tobytes() for child in children]
+        assert len(set(firsts)) == len(firsts), "siblings begin with the same block"

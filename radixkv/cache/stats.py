@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from radixkv.cache.miss import Finding, MissReason
 
 MAX_NAMESPACES = 1000
 """Namespaces counted one by one; those used longest ago are added up under ``OTHERS`` (salts may be as many as requests)."""
@@ -13,42 +16,89 @@ OTHERS = "(others)"
 
 @dataclass(slots=True)
 class HitCounts:
-    """Prompts looked up and what was found of them."""
+    """Prompts looked up, what was found of them, and why the rest was not, in tokens (see :class:`~radixkv.cache.miss.Miss`)."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    new: int = 0
+    diverged: int = 0
+    evicted: int = 0
+    partial_block: int = 0
+    in_flight: int = 0
+    last_token: int = 0
+    namespace: int = 0
+    """New or diverged here, but cached in another namespace; known when a request ends, and never part of ``Lease.miss``."""
 
-    def add(self, requests: int, prompt_tokens: int, cached_tokens: int) -> None:
-        self.requests += requests
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
+    def add(self, other: HitCounts) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens served from the cache; 0 before the first request."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
+    @property
+    def missed(self) -> dict[MissReason, int]:
+        """Uncached prompt tokens by reason; all 0 without attribution."""
+        return {reason: getattr(self, reason) for reason in get_args(MissReason)}
 
-@dataclass(slots=True)
+
 class Recorder:
     """Counts admissions in O(1) time and bounded memory."""
 
-    total: HitCounts = field(default_factory=HitCounts)
-    by_namespace: OrderedDict[str, HitCounts] = field(default_factory=OrderedDict)
-    others: HitCounts = field(default_factory=HitCounts)
-    evicted_blocks: int = 0
+    def __init__(self) -> None:
+        self._by_namespace: OrderedDict[str, HitCounts] = OrderedDict()
+        self._others = HitCounts()
+        self._last: str | None = None
+        self._counts = HitCounts()
+        """Those of namespace ``_last``."""
 
-    def record(self, namespace: str, prompt_tokens: int, cached_tokens: int) -> None:
-        self.total.add(1, prompt_tokens, cached_tokens)
-        self.by_namespace.setdefault(namespace, HitCounts()).add(1, prompt_tokens, cached_tokens)
-        self.by_namespace.move_to_end(namespace)
-        if len(self.by_namespace) > MAX_NAMESPACES:
-            _, oldest = self.by_namespace.popitem(last=False)
-            self.others.add(oldest.requests, oldest.prompt_tokens, oldest.cached_tokens)
+    def counts(self, namespace: str) -> HitCounts:
+        """The counters of a namespace, to be added to at once."""
+        if namespace == self._last:
+            return self._counts
+        by_namespace = self._by_namespace
+        counts = by_namespace.get(namespace)
+        if counts is None:
+            counts = by_namespace[namespace] = HitCounts()
+            if len(by_namespace) > MAX_NAMESPACES:
+                self._others.add(by_namespace.popitem(last=False)[1])
+        else:
+            by_namespace.move_to_end(namespace)
+        self._last, self._counts = namespace, counts
+        return counts
+
+    def record(self, namespace: str, prompt_tokens: int, cached_tokens: int, finding: Finding | None) -> None:
+        counts = self.counts(namespace)
+        counts.requests += 1
+        counts.prompt_tokens += prompt_tokens
+        counts.cached_tokens += cached_tokens
+        if finding is None:
+            return
+        if finding.diverged:
+            counts.diverged += finding.diverged
+        elif finding.new:
+            counts.new += finding.new
+        else:
+            counts.last_token += 1
+        if finding.evicted:
+            counts.evicted += finding.evicted
+        if finding.partial_block:
+            counts.partial_block += finding.partial_block
+        if finding.in_flight:
+            counts.in_flight += finding.in_flight
+
+    def total(self) -> HitCounts:
+        total = HitCounts()
+        total.add(self._others)
+        for counts in self._by_namespace.values():
+            total.add(counts)
+        return total
 
     def namespaces(self) -> dict[str, HitCounts]:
-        return {**self.by_namespace, OTHERS: self.others} if self.others.requests else dict(self.by_namespace)
+        return {**self._by_namespace, OTHERS: self._others} if self._others.requests else dict(self._by_namespace)
 
 
 @dataclass(frozen=True, slots=True)

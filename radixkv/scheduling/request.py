@@ -73,8 +73,10 @@ class Request:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """Prompt and output so far: a view, int32 ``[num_tokens]``."""
-        return self._buffer[: self.num_tokens]
+        """Prompt and output so far: a read-only view, int32 ``[num_tokens]``, whose values never change."""
+        tokens = self._buffer[: self.num_tokens]
+        tokens.flags.writeable = False
+        return tokens
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:

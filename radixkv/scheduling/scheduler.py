@@ -101,7 +101,7 @@ class Scheduler:
         start = request.num_computed_tokens
         chunk = min(budget, request.num_tokens - start)
         request.num_computed_tokens = start + chunk
-        self.cache.publish(request.lease, request.tokens, request.num_computed_tokens)
+        self.cache.publish(request.lease, request.tokens, request.num_computed_tokens, written=False)
         batch.sequences.append(ScheduledSequence(request, start, chunk))
         return chunk
 

@@ -292,7 +292,7 @@ def break_table(cache: PrefixCache, lease: Lease) -> None:
 
 def break_duplicate(cache: PrefixCache, lease: Lease) -> None:
     node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node._blocks[node.start] = node._blocks[node.start + 1]
+    node.blocks[0] = node.blocks[1]
 
 
 def break_root_lock(cache: PrefixCache, lease: Lease) -> None:
@@ -301,7 +301,7 @@ def break_root_lock(cache: PrefixCache, lease: Lease) -> None:
 
 def break_dtype(cache: PrefixCache, lease: Lease) -> None:
     node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node._tokens = node._tokens.astype(np.int64)
+    node.tokens = node.tokens.astype(np.int64)
 
 
 def break_size(cache: PrefixCache, lease: Lease) -> None:
@@ -309,12 +309,12 @@ def break_size(cache: PrefixCache, lease: Lease) -> None:
 
 
 def break_leaves(cache: PrefixCache, lease: Lease) -> None:
-    cache.tree.policy.remove(cache.tree.policy.victim())
+    cache.tree.order._heap.clear()
 
 
 def break_key(cache: PrefixCache, lease: Lease) -> None:
     node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node._tokens[node.start * 4] += 1
+    node.tokens = node.tokens + np.int32(1)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
             lease = self.cache.acquire(np.array(tokens, dtype=np.int32))
             self.ever_evicted |= self.cache.stats().evicted_blocks > before
             if lease is not None:
-                self.cache.publish(lease, np.array(tokens, dtype=np.int32), len(tokens))
+                self.cache.publish(lease, np.array(tokens, dtype=np.int32), len(tokens), written=False)
                 scheduled.append(Sequence(lease, tokens))
         for seq in scheduled[1:] if not self.ever_evicted else []:
             size = self.cache.block_size

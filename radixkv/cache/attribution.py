@@ -1,0 +1,84 @@
+"""Miss attribution: one reason for each prompt token that was not found in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from radixkv.cache.lease import Lease
+from radixkv.cache.miss import Finding
+from radixkv.cache.node import Node
+from radixkv.cache.radix_tree import Match, RadixTree
+from radixkv.cache.tokens import NO_TOKENS, Tokens, common_prefix
+
+NAMESPACES_COMPARED = 8
+"""Other namespaces looked into for what a request found new in its own; the newest ones."""
+
+
+def attribute(
+    tree: RadixTree, match: Match, tokens: Tokens, matched: int, computing: Mapping[Node, Iterable[Lease]], now: float
+) -> Finding:
+    """Say why ``tokens[matched:]`` were not found.
+
+    ``match`` is that of ``tokens``, ``matched`` the tokens whose K/V will be used, ``computing`` the leases whose prompts go on
+    beyond what they have published, by node.  O(1) beyond the match itself, unless evicted tokens or running prompts are
+    compared.
+    """
+    end = len(tokens)
+    size = tree.block_size
+    edge, common = match.edge, match.common
+    if edge is None:
+        edge, known = match.node, match.num_blocks * size
+        common = len(edge.tokens)
+    else:
+        if common == len(edge.tokens) and edge.children:
+            edge, common = tree.recall(edge, tokens)
+        known = edge.start * size + common
+
+    reached = matched
+    in_flight = evicted = partial_block = last_token = 0
+    ending_here = computing.get(match.node, ()) if computing and match.offset == match.node.num_blocks else ()
+    for lease in ending_here:
+        goes_on = match.num_blocks * size
+        shared = goes_on + common_prefix(lease._prompt[goes_on:], tokens[goes_on:])
+        if shared > reached:
+            in_flight += shared - reached
+            reached = shared
+    if known > reached:
+        filled = edge.start * size + len(edge.tokens) // size * size  # where the edge's last full block ends
+        if edge.evicted is None or filled <= reached:
+            partial_block = known - reached
+        else:
+            evicted = min(known, filled) - reached
+            partial_block = known - reached - evicted
+        reached = known
+    if reached == end:
+        last_token = 1
+        if evicted:
+            evicted -= 1
+        elif partial_block:
+            partial_block -= 1
+        elif in_flight:
+            in_flight -= 1
+        return Finding(
+            in_flight, evicted, partial_block, 0, 0, last_token, end, NO_TOKENS, 0, edge.evicted, now, tree.num_evicted_blocks
+        )
+
+    rest = end - reached
+    theirs, before = edge.tokens, common
+    if known and common == len(theirs) and edge.children:
+        theirs, before = next(edge.all_children()).tokens, 0
+    if known and known == reached and before < len(theirs):
+        return Finding(
+            in_flight, evicted, partial_block, rest, 0, 0, known, theirs, before, edge.evicted, now, tree.num_evicted_blocks
+        )
+    return Finding(in_flight, evicted, partial_block, 0, rest, 0, reached, NO_TOKENS, 0, edge.evicted, now, tree.num_evicted_blocks)
+
+
+def found_elsewhere(tree: RadixTree, namespace: str, tokens: Tokens, known: int) -> int:
+    """Tokens after the first ``known`` that another namespace has cached.  Looks at few namespaces, whatever their number."""
+    best = known
+    for name in islice(tree.namespaces(), NAMESPACES_COMPARED + 1):
+        if name != namespace:
+            best = max(best, tree.match(tokens, name).num_tokens(tree.block_size))
+    return best - known

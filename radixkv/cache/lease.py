@@ -1,0 +1,54 @@
+"""Lease: a sequence's hold on its blocks."""
+
+from __future__ import annotations
+
+from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.miss import Finding, Miss
+from radixkv.cache.node import Node
+from radixkv.cache.retention import Retention
+from radixkv.cache.tokens import NO_TOKENS, Tokens
+
+
+class Lease:
+    """A sequence's hold on its blocks, from ``acquire`` or ``fork`` until ``release``.  Only the cache changes it."""
+
+    __slots__ = (
+        "_finding", "_node", "_num_blocks", "_num_published", "_prompt", "_released", "_retention", "_table", "namespace",
+        "num_cached_tokens", "num_computed_tokens", "num_matched_tokens", "num_tokens", "write_start",
+    )  # fmt: skip
+
+    def __init__(
+        self, node: Node, namespace: str, table: BlockIds, num_published: int, num_tokens: int, num_matched: int, num_cached: int
+    ) -> None:
+        self._node = node
+        """Where its published blocks end."""
+        self._table = table
+        self._num_blocks = len(table)
+        self._num_published = num_published
+        """Leading blocks that are the tree's; the others are its own."""
+        self._released = False
+        self._prompt: Tokens = NO_TOKENS
+        """Kept for miss attribution."""
+        self._finding: Finding | None = None
+        self._retention: Retention | None = None
+        self.namespace = namespace
+        self.num_tokens = num_tokens
+        """Tokens there is room for, as promised by ``acquire`` and ``extend``."""
+        self.num_matched_tokens = num_matched
+        """Leading tokens whose K/V were found in the cache."""
+        self.num_cached_tokens = num_cached
+        """The same, less the last token of the prompt, which is always computed for its logits."""
+        self.num_computed_tokens = num_cached
+        """As last told by ``publish``."""
+        self.write_start = num_matched
+        """K/V at positions before this are there already, mostly in blocks of another sequence: never write them."""
+
+    @property
+    def block_table(self) -> BlockIds:
+        """Block ids in order of position: int32 ``[num_blocks]``, a view.  ``publish`` and ``extend`` may change it."""
+        return self._table[: self._num_blocks]
+
+    @property
+    def miss(self) -> Miss | None:
+        """Why the prompt's other tokens were not found; None for a fork, and where attribution is off."""
+        return self._finding.miss(self._prompt) if self._finding is not None else None

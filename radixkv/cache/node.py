@@ -1,0 +1,88 @@
+"""Node: one edge of the radix tree, and what hangs below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.retention import Hold
+from radixkv.cache.siblings import Siblings
+from radixkv.cache.tokens import NO_TOKENS, Tokens
+
+NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+NO_BLOCKS.flags.writeable = False
+
+
+class EvictionStamp(NamedTuple):
+    """When an eviction took place, on the cache's clock in seconds, and how many blocks had been evicted before it."""
+
+    time: float
+    evicted_before: int
+
+
+class Node:
+    """An edge: its tokens, the blocks that hold the K/V of the first of them, and its children.
+
+    Blocks are evicted from the tail.  The tokens of evicted blocks stay on the edge for a while, and a leaf's tokens may end with
+    some that don't fill a block: these *remembered* tokens have no K/V, and only serve to say why a prompt missed.  Children hang
+    where the edge's tokens end, so a node that remembers tokens has only children that remember too.
+    """
+
+    __slots__ = (
+        "blocks", "children", "evicted", "last_use", "live_children", "lock_count", "num_blocks", "parent", "retention", "start",
+        "tokens", "uses",
+    )  # fmt: skip
+
+    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: BlockIds, num_blocks: int) -> None:
+        self.parent = parent
+        self.start = start
+        """Blocks before this edge on the way from the root."""
+        self.tokens = tokens
+        """int32, at least ``num_blocks * block_size`` of them."""
+        self.blocks = blocks
+        """int32 ``[num_blocks]``."""
+        self.num_blocks = num_blocks
+        self.children: dict[int, Node | Siblings] | None = None
+        """By first token."""
+        self.live_children = 0
+        """Children with blocks."""
+        self.lock_count = 0
+        """Leases that end here, plus children that are locked."""
+        self.last_use = 0
+        """Tick of the last release that ended here, or, once their blocks are gone, below."""
+        self.uses = 0
+        """Releases that ended here, or, once their blocks are gone, below."""
+        self.evicted: EvictionStamp | None = None
+        """When the first remembered block was evicted."""
+        self.retention: Hold | None = None
+
+    def __lt__(self, other: Node) -> bool:
+        """Nodes whose keys are equal in an eviction order may be evicted in any order."""
+        return False
+
+    def all_children(self) -> Iterator[Node]:
+        for child in (self.children or {}).values():
+            if isinstance(child, Siblings):
+                yield from child
+            else:
+                yield child
+
+    def path(self) -> list[Node]:
+        """The nodes from the namespace's root down to this one."""
+        nodes = [self]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
+
+
+class Root(Node):
+    """Where a namespace begins; holds no blocks and is never evicted."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, 0)
+        self.namespace = namespace

@@ -1,0 +1,61 @@
+"""Children of one node that begin with the same token, kept in order so that the closest to a prompt is found without a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sortedcontainers import SortedDict
+
+from radixkv.cache.tokens import Tokens, common_prefix
+
+if TYPE_CHECKING:
+    from radixkv.cache.node import Node
+
+
+class Siblings:
+    """Two or more nodes by the bytes of their first block.  Every operation is O(log siblings)."""
+
+    __slots__ = ("_by_block", "_size")
+
+    def __init__(self, block_size: int, *nodes: Node) -> None:
+        self._size = block_size
+        self._by_block: SortedDict = SortedDict()
+        for node in nodes:
+            self.add(node)
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._by_block.values())
+
+    def _key(self, tokens: Tokens) -> bytes:
+        return tokens[: self._size].tobytes()
+
+    def add(self, node: Node) -> None:
+        """File ``node``, in place of one that begins with the same block."""
+        self._by_block[self._key(node.tokens)] = node
+
+    def remove(self, node: Node) -> None:
+        del self._by_block[self._key(node.tokens)]
+
+    def closest(self, tokens: Tokens) -> Node:
+        """The node that shares the most leading tokens with ``tokens``, as far as its first block tells."""
+        key = self._key(tokens)
+        by_block = self._by_block
+        exact: Node | None = by_block.get(key)
+        if exact is not None:
+            return exact
+        # In byte-wise order the longest common prefix is always with a neighbour.
+        at = by_block.bisect_left(key)
+        nodes = by_block.values()
+        if at == 0:
+            after: Node = nodes[0]
+            return after
+        before: Node = nodes[at - 1]
+        if at == len(by_block):
+            return before
+        after = nodes[at]
+        first = tokens[: self._size]
+        return after if common_prefix(after.tokens, first) > common_prefix(before.tokens, first) else before

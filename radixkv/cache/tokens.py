@@ -1,0 +1,64 @@
+"""Token arrays: taken from callers without copying where that is safe, and compared as memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Tokens = NDArray[np.int32]
+
+NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
+NO_TOKENS.flags.writeable = False
+
+_FIRST = 512
+"""Tokens compared first, then four times as many, and so on: two arrays of a hundred thousand tokens may part soon."""
+
+
+def as_tokens(tokens: ArrayLike) -> Tokens:
+    """``tokens`` as a one-dimensional int32 array: itself where it is one already.
+
+    Raises ``ValueError`` for another shape, for anything but integers, and for integers beyond int32.
+    """
+    array: NDArray[Any]
+    if tokens.__class__ is np.ndarray:
+        array = tokens
+        if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
+            return array
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise ValueError(f"tokens must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
+    if len(array) and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+        raise ValueError(f"tokens must be 32-bit integers, got {array.min()} to {array.max()}")
+    converted = array.astype(np.int32)
+    converted.flags.writeable = False
+    return converted
+
+
+def keep(tokens: Tokens) -> Tokens:
+    """``tokens`` as an array that may be kept: itself if it is read-only and most of its buffer, else a copy of its own.
+
+    A read-only array is its owner's word that these tokens don't change any more.  A small part of a large buffer is copied
+    because it would keep all of the buffer in memory.
+    """
+    base = tokens.base
+    if tokens.flags.writeable or (base is not None and not (isinstance(base, np.ndarray) and base.size <= 2 * tokens.size)):
+        tokens = tokens.copy()
+        tokens.flags.writeable = False
+    return tokens
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Leading tokens that two arrays share, in O(that number) compared as memory."""
+    n = len(a)
+    if len(b) < n:
+        n = len(b)
+    start, stop = 0, _FIRST
+    while stop < n:
+        at: int = (a[start:stop] != b[start:stop]).tobytes().find(1)
+        if at >= 0:
+            return start + at
+        start, stop = stop, 4 * stop
+    at = (a[start:n] != b[start:n]).tobytes().find(1)
+    return n if at < 0 else start + at
