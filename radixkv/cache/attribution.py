@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from itertools import islice
 
 from radixkv.cache.lease import Lease
 from radixkv.cache.miss import Finding
-from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.tokens import NO_TOKENS, Tokens, common_prefix
 
@@ -15,9 +14,7 @@ NAMESPACES_COMPARED = 8
 """Other namespaces looked into for what a request found new in its own; the newest ones."""
 
 
-def attribute(
-    tree: RadixTree, match: Match, tokens: Tokens, matched: int, computing: Mapping[Node, Iterable[Lease]], now: float
-) -> Finding:
+def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefilling: Collection[Lease], now: float) -> Finding:
     """Say why ``tokens[matched:]`` were not found.
 
     ``match`` is that of ``tokens``, ``matched`` the tokens whose K/V will be used, ``computing`` the leases whose prompts go on
@@ -37,13 +34,14 @@ def attribute(
 
     reached = matched
     in_flight = evicted = partial_block = last_token = 0
-    ending_here = computing.get(match.node, ()) if computing and match.offset == match.node.num_blocks else ()
-    for lease in ending_here:
+    if prefilling and match.offset == match.node.num_blocks:
         goes_on = match.num_blocks * size
-        shared = goes_on + common_prefix(lease._prompt[goes_on:], tokens[goes_on:])
-        if shared > reached:
-            in_flight += shared - reached
-            reached = shared
+        for lease in prefilling:
+            if lease._node is match.node:
+                shared = goes_on + common_prefix(lease._prompt[goes_on:], tokens[goes_on:])
+                if shared > reached:
+                    in_flight += shared - reached
+                    reached = shared
     if known > reached:
         filled = edge.start * size + len(edge.tokens) // size * size  # where the edge's last full block ends
         if edge.evicted is None or filled <= reached:

@@ -111,7 +111,8 @@ class EvictionOrder:
         heap = self._heap
         while heap:
             value, last_use, leaf = heap[0]
-            if leaf.last_use == last_use and is_evictable(leaf) and leaf.retention is None:
+            # is_evictable(leaf), written out: this runs for every leaf that is evicted
+            if leaf.last_use == last_use and leaf.num_blocks and not (leaf.lock_count or leaf.live_children or leaf.retention):
                 self.policy.evicted(value)
                 return leaf
             heappop(heap)
@@ -133,17 +134,17 @@ class EvictionOrder:
                 if leaf.last_use == last_use and is_evictable(leaf):
                     self.push(leaf)
 
-    def sweep(self, num_nodes: int) -> None:
-        """Drop stale entries if they are the majority; ``num_nodes`` bounds the valid ones.  Amortised O(1) a push."""
-        if len(self._heap) > 2 * num_nodes + 64:
-            self._heap = [e for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None]
-            heapify(self._heap)
-        if len(self._retained) > 2 * num_nodes + 64:
-            self._retained = [e for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]]
-            heapify(self._retained)
-        if len(self._deadlines) > 2 * num_nodes + 64:
-            self._deadlines = [e for e in self._deadlines if e[2].retention is e[3]]
-            heapify(self._deadlines)
+    @property
+    def num_entries(self) -> int:
+        return len(self._heap) + len(self._deadlines)
+
+    def sweep(self) -> None:
+        """Drop the stale entries.  O(entries)."""
+        self._heap = [e for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None]
+        self._retained = [e for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]]
+        self._deadlines = [e for e in self._deadlines if e[3] is e[2].retention]
+        for heap in (self._heap, self._retained, self._deadlines):
+            heapify(heap)
 
     def leaves(self) -> set[Node]:
         """Every leaf that has a valid entry.  O(entries); for checks."""

@@ -15,6 +15,7 @@ from radixkv.cache.block_pool import BlockIds, BlockPool
 from radixkv.cache.events import Event, Evicted, Hit, Listener, Stored
 from radixkv.cache.eviction import EvictionPolicy, EvictionPolicyName, eviction_policy
 from radixkv.cache.lease import Lease
+from radixkv.cache.miss import Finding
 from radixkv.cache.node import Node, Root
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
@@ -82,8 +83,8 @@ class PrefixCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._clock = clock
         self._leases: set[Lease] = set()
-        self._computing: dict[Node, list[Lease]] = {}
-        """Leases with whole blocks of their prompts yet to be published, by where their published ones end."""
+        self._prefilling: set[Lease] = set()
+        """Leases with whole blocks of their prompts yet to be published; few, as prompts are computed one after another."""
         self._copies: list[tuple[Lease, BlockCopy]] = []
         self._unwritten: list[BlockIds] = []
         self._retains = False
@@ -151,7 +152,7 @@ class PrefixCache:
         now = self._clock()
         finding = None
         if self.attribution:  # before locking splits the edge where the match ends, and eviction changes what is there
-            finding = attribute(tree, match, tokens, matched, self._computing, now)
+            finding = attribute(tree, match, tokens, matched, self._prefilling, now)
 
         node = tree.lock_match(match, namespace)
         if rows:
@@ -171,7 +172,7 @@ class PrefixCache:
             lease._prompt = keep(tokens)
             lease._finding = finding
             if end // size > cached_blocks:
-                self._computing.setdefault(node, []).append(lease)
+                self._prefilling.add(lease)
         if not resumed:
             self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
         self._leases.add(lease)
@@ -207,7 +208,8 @@ class PrefixCache:
         next copies are made: so sequences scheduled in one step share a prefix that one of them computes in that step.
         """
         self._require_held(lease)
-        tokens = as_tokens(tokens)
+        if tokens is not lease._prompt:
+            tokens = as_tokens(tokens)
         most = min(lease.num_tokens, len(tokens))
         if not 0 <= num_computed <= most:
             raise ValueError(
@@ -218,16 +220,15 @@ class PrefixCache:
         if last <= first or not self.enable_prefix_caching:
             return
         own = lease._table[first:last]
-        before = lease._node
-        node, known = self.tree.insert(before, tokens, first, last, num_computed, own, lease._retention)
+        node, known = self.tree.insert(lease._node, tokens, first, last, num_computed, own, lease._retention)
         if known:
             own = self._move_onto(lease, known, own)
         if not written:
             self._unwritten.append(own.copy())
         lease._node = node
         lease._num_published = last
-        if self._computing:
-            self._publish_computing(lease, before)
+        if lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
+            self._prefilling.remove(lease)
         if self._listeners and len(own):
             start = (last - len(own)) * self.block_size
             self._tell(Stored(lease.namespace, tokens[: last * self.block_size], start, own.copy()))
@@ -271,12 +272,11 @@ class PrefixCache:
         if self._copies:
             self._drop_copies(lease)
         node, published = lease._node, lease._num_published
-        if self.attribution:
-            self._last_look(lease)
-        if lease._retention is None:
-            self.tree.touch(node)
-        else:
-            self.tree.touch(node, lease._retention, self._clock())
+        if lease._finding is not None:
+            self._last_look(lease, lease._finding)
+        self.tree.touch(node)
+        if lease._retention is not None and node.num_blocks:
+            node.retention = lease._retention.hold(self._clock())
         self.tree.unlock(node)
         if lease._num_blocks > published:
             self.pool.decref(lease._table[published : lease._num_blocks])
@@ -362,11 +362,9 @@ class PrefixCache:
             assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
         wrong = np.flatnonzero(held != self.pool.refcounts())
         assert not len(wrong), f"blocks {wrong[:5].tolist()} have other reference counts than holders"
-        for node, leases in self._computing.items():
-            assert leases, "an empty list of running prompts was kept"
-            assert all(lease in self._leases and lease._node is node for lease in leases), (
-                "a running prompt is filed where it does not end"
-            )
+        for lease in self._prefilling:
+            assert lease in self._leases, "a prompt that is gone counts as being computed"
+            assert lease._num_published < len(lease._prompt) // self.block_size, "a computed prompt counts as being computed"
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -411,48 +409,20 @@ class PrefixCache:
                 self.pool.decref(np.array([copy.source], dtype=np.int32))
         self._copies = [(owner, copy) for owner, copy in self._copies if owner is not lease]
 
-    def _publish_computing(self, lease: Lease, before: Node) -> None:
-        """``lease`` has published more and now ends elsewhere than ``before``."""
-        leases = self._computing.get(before)
-        if leases is None or lease not in leases:
-            return
-        done = lease._num_published >= len(lease._prompt) // self.block_size
-        if lease._node is before and not done:
-            return
-        self._stop_computing(lease, before)
-        if not done:
-            self._computing.setdefault(lease._node, []).append(lease)
-
-    def _stop_computing(self, lease: Lease, node: Node) -> None:
-        leases = self._computing.get(node)
-        if leases is not None and lease in leases:
-            leases.remove(lease)
-            if not leases:
-                del self._computing[node]
-
-    def _last_look(self, lease: Lease) -> None:
-        """At the end of a sequence: what it leaves behind for later attributions."""
-        size = self.block_size
-        if self._computing:
-            self._stop_computing(lease, lease._node)
-        finding = lease._finding
-        if finding is None:
-            return
-        prompt, published = lease._prompt, lease._num_published * size
-        tail = min(lease.num_computed_tokens, len(prompt))
-        if published < tail < published + size and lease._num_published == lease._node.start + lease._node.num_blocks:
-            self.tree.remember_tail(lease._node, prompt[published:tail])
-        unknown = finding.new + finding.diverged
-        if unknown >= size and len(self._recorder._by_namespace) > 1:
-            known = len(prompt) - unknown - finding.last_token
+    def _last_look(self, lease: Lease, finding: Finding) -> None:
+        """At the end of a sequence: what it leaves behind for later attributions, and what other namespaces had."""
+        size, node, prompt = self.block_size, lease._node, lease._prompt
+        self._prefilling.discard(lease)
+        published = lease._num_published * size
+        if published < lease.num_computed_tokens and len(node.tokens) == node.num_blocks * size:
+            tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
+            if len(tail):
+                self.tree.remember_tail(node, tail)
+        if self.tree.num_namespaces > 1 and (unknown := finding.new + finding.diverged) >= size:
+            known = len(prompt) - unknown
             elsewhere = min(found_elsewhere(self.tree, lease.namespace, prompt, known), unknown)
             if elsewhere:
-                counts = self._recorder.counts(lease.namespace)
-                counts.namespace += elsewhere
-                if finding.new:
-                    counts.new -= elsewhere
-                else:
-                    counts.diverged -= elsewhere
+                self._recorder.move(lease.namespace, finding, elsewhere)
 
     def _tell(self, event: Event) -> None:
         for listener in tuple(self._listeners):

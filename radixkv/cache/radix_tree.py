@@ -129,6 +129,10 @@ class RadixTree:
                 break
         return edge, common
 
+    @property
+    def num_namespaces(self) -> int:
+        return len(self._roots)
+
     def namespaces(self) -> Iterator[str]:
         """Namespaces with blocks, leases or remembered tokens, the newest first."""
         return reversed(self._roots)
@@ -168,7 +172,7 @@ class RadixTree:
                 self._became_leaf(step)
             step = step.parent
 
-    def touch(self, node: Node, retention: Retention | None = None, now: float = 0.0) -> None:
+    def touch(self, node: Node) -> None:
         """Count a use that ends at ``node``, which is locked.
 
         Its ancestors' order matters only when all below them is gone: :meth:`evict` hands it up then.  So this is O(1).
@@ -176,8 +180,6 @@ class RadixTree:
         self._tick += 1
         node.last_use = self._tick
         node.uses += 1
-        if retention is not None and node.num_blocks:
-            node.retention = retention.hold(now)
 
     def refresh_retention(self, node: Node, now: float) -> None:
         """Restore the retention of every node on the path to ``node``, which is locked.  O(depth)."""
@@ -408,20 +410,26 @@ class RadixTree:
             leaf = self.order.victim(now)
             if leaf is None:
                 break
-            live = leaf.num_blocks
+            live, blocks = leaf.num_blocks, leaf.blocks
             if live > missing:
                 left = live - missing
-                blocks = leaf.blocks[left:]
-                leaf.blocks, leaf.num_blocks = leaf.blocks[:left], left
-                missing = 0
+                taken.append(blocks[left:])
+                leaf.blocks, leaf.num_blocks = blocks[:left], left
+                live, missing = missing, 0
             else:
-                blocks = leaf.blocks
+                taken.append(blocks)
                 leaf.blocks, leaf.num_blocks = NO_BLOCKS, 0
                 missing -= live
-            taken.append(blocks)
-            self._remember(leaf, len(blocks), stamp)
+            if self.remember_blocks:
+                if leaf.evicted is None:
+                    self._remembering.append(leaf)
+                    live = -(-len(leaf.tokens) // self.block_size) - leaf.num_blocks
+                leaf.evicted = stamp
+                self.num_remembered_blocks += live
+            else:
+                leaf.tokens = keep(leaf.tokens[: leaf.num_blocks * self.block_size])
             if tell is not None:
-                tell(leaf, blocks)
+                tell(leaf, taken[-1])
             if not leaf.num_blocks:
                 self._emptied(leaf)
         count = n - missing
@@ -430,7 +438,8 @@ class RadixTree:
         self.num_evicted_blocks += count
         if self.num_remembered_blocks > self.remember_blocks or len(self._remembering) > 2 * self.remember_blocks + 16:
             self._forget_oldest()
-        self.order.sweep(self.num_nodes)
+        if self.order.num_entries > 4 * self.num_nodes + 64:
+            self.order.sweep()
         return taken
 
     def _emptied(self, leaf: Node) -> None:
@@ -445,21 +454,8 @@ class RadixTree:
             parent.last_use = leaf.last_use
         if not self.remember_blocks:
             self._unfile(leaf)
-        if not parent.live_children and not parent.lock_count:
+        if not (parent.live_children or parent.lock_count):
             self._became_leaf(parent)
-
-    def _remember(self, leaf: Node, taken: int, stamp: EvictionStamp) -> None:
-        """Keep the tokens of the blocks just taken off ``leaf``, if any are to be kept."""
-        if not self.remember_blocks:
-            if leaf.num_blocks:
-                leaf.tokens = keep(leaf.tokens[: leaf.num_blocks * self.block_size])
-            return
-        if leaf.evicted is None:
-            self._remembering.append(leaf)
-            self.num_remembered_blocks += -(-len(leaf.tokens) // self.block_size) - leaf.num_blocks
-        else:
-            self.num_remembered_blocks += taken
-        leaf.evicted = stamp
 
     def _remembered(self, node: Node) -> int:
         """Evicted blocks whose tokens the node's edge remembers, an incomplete last one among them."""
@@ -508,20 +504,24 @@ class RadixTree:
 
     def _forget(self, node: Node) -> None:
         """Forget the remembered tokens of a node and all below it."""
-        if node.evicted is None or (node.parent is None):
+        if node.evicted is None:
             return
         below = [node]
+        if node.children:
+            for step in below:
+                below.extend(step.all_children())
+            below.reverse()
         for step in below:
-            below.extend(step.all_children())
-        for step in reversed(below):
-            self.num_remembered_blocks -= self._remembered(step)
-            step.evicted = None
-            if step.num_blocks:
-                step.tokens = keep(step.tokens[: step.num_blocks * self.block_size])
+            live = step.num_blocks
+            if step.evicted is not None:
+                self.num_remembered_blocks -= -(-len(step.tokens) // self.block_size) - live
+                step.evicted = None
+            if live:
+                step.tokens = keep(step.tokens[: live * self.block_size])
                 continue
             parent = step.parent
             self._unfile(step)
-            if isinstance(parent, Root):
+            if parent.__class__ is Root:
                 self._drop_if_empty(parent)
 
     def forget_all(self) -> None:

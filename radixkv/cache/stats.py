@@ -90,6 +90,15 @@ class Recorder:
         if finding.in_flight:
             counts.in_flight += finding.in_flight
 
+    def move(self, namespace: str, finding: Finding, tokens: int) -> None:
+        """``tokens`` of what was found new or diverged turn out to be cached in another namespace."""
+        counts = self.counts(namespace)
+        counts.namespace += tokens
+        if finding.new:
+            counts.new -= tokens
+        else:
+            counts.diverged -= tokens
+
     def total(self) -> HitCounts:
         total = HitCounts()
         total.add(self._others)

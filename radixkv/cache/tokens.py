@@ -9,6 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 Tokens = NDArray[np.int32]
 
+_INT32 = np.dtype(np.int32)
+_FLAT = (4,)
+
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
 
@@ -21,12 +24,9 @@ def as_tokens(tokens: ArrayLike) -> Tokens:
 
     Raises ``ValueError`` for another shape, for anything but integers, and for integers beyond int32.
     """
-    array: NDArray[Any]
-    if tokens.__class__ is np.ndarray:
-        array = tokens
-        if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
-            return array
-    array = np.asarray(tokens)
+    if isinstance(tokens, np.ndarray) and tokens.dtype is _INT32 and tokens.strides == _FLAT:
+        return tokens
+    array: NDArray[Any] = np.asarray(tokens)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise ValueError(f"tokens must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
     if len(array) and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
