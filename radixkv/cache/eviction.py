@@ -143,8 +143,9 @@ class EvictionOrder:
         self._heap = [e for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None]
         self._retained = [e for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]]
         self._deadlines = [e for e in self._deadlines if e[3] is e[2].retention]
-        for heap in (self._heap, self._retained, self._deadlines):
-            heapify(heap)
+        heapify(self._heap)
+        heapify(self._retained)
+        heapify(self._deadlines)
 
     def leaves(self) -> set[Node]:
         """Every leaf that has a valid entry.  O(entries); for checks."""

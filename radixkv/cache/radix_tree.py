@@ -426,7 +426,7 @@ class RadixTree:
                     live = -(-len(leaf.tokens) // self.block_size) - leaf.num_blocks
                 leaf.evicted = stamp
                 self.num_remembered_blocks += live
-            else:
+            elif leaf.num_blocks:
                 leaf.tokens = keep(leaf.tokens[: leaf.num_blocks * self.block_size])
             if tell is not None:
                 tell(leaf, taken[-1])

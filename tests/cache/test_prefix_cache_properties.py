@@ -29,9 +29,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     live = Bundle("live")
 
-    @initialize(num_blocks=st.integers(2, 24), block_size=st.sampled_from([1, 2, 4]))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.cache = PrefixCache(num_blocks, block_size)
+    @initialize(
+        num_blocks=st.integers(2, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        attribution=st.booleans(),
+        policy=st.sampled_from(["lru", "lfu", "cost"]),
+    )
+    def start(self, num_blocks: int, block_size: int, attribution: bool, policy: str) -> None:
+        self.cache = PrefixCache(num_blocks, block_size, attribution=attribution, policy=policy)
         self.memory: dict[tuple[int, int], Prefix] = {}
         self.sequences: list[Sequence] = []
         self.published: set[Prefix] = set()
