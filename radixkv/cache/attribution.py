@@ -8,7 +8,7 @@ from itertools import islice
 from radixkv.cache.lease import Lease
 from radixkv.cache.miss import Finding
 from radixkv.cache.radix_tree import Match, RadixTree
-from radixkv.cache.tokens import NO_TOKENS, Tokens, common_prefix
+from radixkv.cache.tokens import Tokens, common_prefix
 
 NAMESPACES_COMPARED = 8
 """Other namespaces looked into for what a request found new in its own; the newest ones."""
@@ -21,19 +21,21 @@ def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefi
     beyond what they have published, by node.  O(1) beyond the match itself, unless evicted tokens or running prompts are
     compared.
     """
-    end = len(tokens)
     size = tree.block_size
     edge, common = match.edge, match.common
-    if edge is None:
-        edge, known = match.node, match.num_blocks * size
+    stamp = None
+    if edge is None:  # no known sequence goes on with the prompt's next token
+        edge = match.node
         common = len(edge.tokens)
+        known = match.num_blocks * size
     else:
+        stamp = edge.evicted
         if common == len(edge.tokens) and edge.children:
             edge, common = tree.recall(edge, tokens)
         known = edge.start * size + common
-
+    theirs = edge.tokens
+    in_flight = evicted = partial_block = 0
     reached = matched
-    in_flight = evicted = partial_block = last_token = 0
     if prefilling and match.offset == match.node.num_blocks:
         goes_on = match.num_blocks * size
         for lease in prefilling:
@@ -42,35 +44,27 @@ def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefi
                 if shared > reached:
                     in_flight += shared - reached
                     reached = shared
+                    if shared > known:
+                        known, theirs, common = shared, lease._prompt, shared
     if known > reached:
         filled = edge.start * size + len(edge.tokens) // size * size  # where the edge's last full block ends
-        if edge.evicted is None or filled <= reached:
+        if edge.evicted is None or filled <= reached or common < edge.num_blocks * size:
             partial_block = known - reached
         else:
             evicted = min(known, filled) - reached
             partial_block = known - reached - evicted
-        reached = known
-    if reached == end:
-        last_token = 1
+    rest = len(tokens) - known
+    if not rest:  # all of it is known, but the last token would have been computed in any case
         if evicted:
             evicted -= 1
         elif partial_block:
             partial_block -= 1
         elif in_flight:
             in_flight -= 1
-        return Finding(
-            in_flight, evicted, partial_block, 0, 0, last_token, end, NO_TOKENS, 0, edge.evicted, now, tree.num_evicted_blocks
-        )
-
-    rest = end - reached
-    theirs, before = edge.tokens, common
-    if known and common == len(theirs) and edge.children:
-        theirs, before = next(edge.all_children()).tokens, 0
-    if known and known == reached and before < len(theirs):
-        return Finding(
-            in_flight, evicted, partial_block, rest, 0, 0, known, theirs, before, edge.evicted, now, tree.num_evicted_blocks
-        )
-    return Finding(in_flight, evicted, partial_block, 0, rest, 0, reached, NO_TOKENS, 0, edge.evicted, now, tree.num_evicted_blocks)
+    elif common == len(theirs) and edge.children:
+        theirs, common = next(edge.all_children()).tokens, 0
+    diverged = rest if known and common < len(theirs) else 0
+    return Finding(in_flight, evicted, partial_block, diverged, rest, known, theirs, common, stamp, now, tree.num_evicted_blocks)
 
 
 def found_elsewhere(tree: RadixTree, namespace: str, tokens: Tokens, known: int) -> int:

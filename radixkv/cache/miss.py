@@ -63,8 +63,9 @@ class Finding(NamedTuple):
     evicted: int
     partial_block: int
     diverged: int
-    new: int
-    last_token: int
+    unknown: int
+    """Tokens beyond the known ones: all of them are diverged, or all are new; if there are none, the last token is computed
+    anyway."""
     position: int
     """Tokens of the prompt that were known."""
     theirs: Tokens
@@ -88,8 +89,8 @@ class Finding(NamedTuple):
             evicted=self.evicted,
             partial_block=self.partial_block,
             diverged=self.diverged,
-            new=self.new,
-            last_token=self.last_token,
+            new=self.unknown - self.diverged,
+            last_token=0 if self.unknown else 1,
             parting=parting,
             evicted_seconds_ago=max(0.0, self.time - stamp.time) if stamp else None,
             evicted_blocks_since=self.evicted_blocks - stamp.evicted_before if stamp else None,

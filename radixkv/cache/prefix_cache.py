@@ -418,9 +418,8 @@ class PrefixCache:
             tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
             if len(tail):
                 self.tree.remember_tail(node, tail)
-        if self.tree.num_namespaces > 1 and (unknown := finding.new + finding.diverged) >= size:
-            known = len(prompt) - unknown
-            elsewhere = min(found_elsewhere(self.tree, lease.namespace, prompt, known), unknown)
+        if self.tree.num_namespaces > 1 and finding.unknown >= size:
+            elsewhere = found_elsewhere(self.tree, lease.namespace, prompt, finding.position)
             if elsewhere:
                 self._recorder.move(lease.namespace, finding, elsewhere)
 

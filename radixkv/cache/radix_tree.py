@@ -163,9 +163,10 @@ class RadixTree:
         """Undo one :meth:`lock`."""
         step: Node | None = node
         while step is not None:
-            assert step.lock_count > 0, "unlock of a node that is not locked"
-            step.lock_count -= 1
-            if step.lock_count:
+            locks = step.lock_count - 1
+            assert locks >= 0, "unlock of a node that is not locked"
+            step.lock_count = locks
+            if locks:
                 break
             self.num_unlocked_blocks += step.num_blocks
             if not step.live_children:
@@ -498,14 +499,15 @@ class RadixTree:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        queue = self._remembering
-        while self.num_remembered_blocks > self.remember_blocks or len(queue) > 2 * self.remember_blocks + 16:
-            self._forget(queue.popleft())
+        """Forget until no more is remembered than allowed; the queue is bounded too, for what has blocks again is in it still."""
+        queue, most = self._remembering, self.remember_blocks
+        while self.num_remembered_blocks > most or len(queue) > 2 * most + 16:
+            node = queue.popleft()
+            if node.evicted is not None:
+                self._forget(node)
 
     def _forget(self, node: Node) -> None:
         """Forget the remembered tokens of a node and all below it."""
-        if node.evicted is None:
-            return
         below = [node]
         if node.children:
             for step in below:
@@ -527,7 +529,9 @@ class RadixTree:
     def forget_all(self) -> None:
         """Forget every token that has no block."""
         while self._remembering:
-            self._forget(self._remembering.popleft())
+            node = self._remembering.popleft()
+            if node.evicted is not None:
+                self._forget(node)
 
     # -- checking ------------------------------------------------------------------------------------------------
 

@@ -77,10 +77,11 @@ class Recorder:
         counts.cached_tokens += cached_tokens
         if finding is None:
             return
+        unknown = finding.unknown
         if finding.diverged:
-            counts.diverged += finding.diverged
-        elif finding.new:
-            counts.new += finding.new
+            counts.diverged += unknown
+        elif unknown:
+            counts.new += unknown
         else:
             counts.last_token += 1
         if finding.evicted:
@@ -94,10 +95,10 @@ class Recorder:
         """``tokens`` of what was found new or diverged turn out to be cached in another namespace."""
         counts = self.counts(namespace)
         counts.namespace += tokens
-        if finding.new:
-            counts.new -= tokens
-        else:
+        if finding.diverged:
             counts.diverged -= tokens
+        else:
+            counts.new -= tokens
 
     def total(self) -> HitCounts:
         total = HitCounts()
