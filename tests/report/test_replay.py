@@ -77,6 +77,24 @@ def test_a_capacity_beyond_any_memory_hits_what_an_unbounded_cache_does(capacity
     assert result.capacity_blocks == capacity
 
 
+def test_blocks_of_another_size_are_counted_whole_and_with_their_own_tokens() -> None:
+    trace = [TraceRequest(0, 700, 1, [1, 2])] * 2
+    small, large = replay(trace, block_size=64), replay(trace, block_size=1024)
+    assert (small.block_size, small.hit_blocks, small.prompt_blocks, small.hit_tokens) == (64, 10, 20, 640)
+    assert (large.block_size, large.hit_blocks, large.prompt_blocks, large.hit_tokens) == (1024, 0, 0, 0)
+
+
+def test_a_prompt_shorter_than_a_block_hits_nothing_and_is_counted() -> None:
+    result = replay([TraceRequest(0, 700, 1, [1, 2]), TraceRequest(0, 10, 1, [3])], 3, block_size=128)
+    assert (result.requests, result.prompt_blocks, result.hit_blocks, result.prompt_tokens) == (2, 5, 0, 710)
+
+
+def test_namespaces_share_no_blocks() -> None:
+    one, other = TraceRequest(0, 1024, 1, [1, 2], "a"), TraceRequest(0, 1024, 1, [1, 2], "b")
+    assert replay([one, other]).hit_blocks == 0
+    assert replay([one, other, one]).hit_blocks == 2
+
+
 def test_an_empty_trace_has_a_hit_rate_of_nought() -> None:
     assert replay([]).hit_rate_blocks == 0.0
 
