@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class HitCurve:
 
     def capacity_for(self, share: float) -> int:
         """The smallest capacity in blocks that reaches ``share`` (0 to 1) of the blocks an unbounded cache hits.  O(log blocks)."""
-        return int(np.searchsorted(self.hit_blocks, share * self.hit_blocks[-1]))
+        wanted = math.ceil(round(share * int(self.hit_blocks[-1]), 6))  # 0.8 is a little more than four fifths
+        return int(np.searchsorted(self.hit_blocks, wanted))
 
 
 def hit_curve(trace: Iterable[TraceRequest], *, block_size: int | None = None, progress: Progress | None = None) -> HitCurve:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import cli
 from radixkv.cache.eviction import EvictionPolicyName
+from radixkv.report import command
 from radixkv.report.replay import replay
 from radixkv.report.trace import TraceRequest, read_trace
 
@@ -111,7 +111,7 @@ def test_a_capacity_of_nought_is_refused_by_name() -> None:
 
 
 def test_the_command_line_offers_every_eviction_policy_of_the_cache() -> None:
-    assert get_args(get_type_hints(cli.replay)["policy"]) == get_args(EvictionPolicyName)
+    assert get_args(get_type_hints(command.replay)["policy"]) == get_args(EvictionPolicyName)
 
 
 @needs_trace

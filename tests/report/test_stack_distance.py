@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,11 @@ def test_the_curve_is_what_the_real_cache_hits_at_any_capacity_and_block_size(
 
 
 @settings(deadline=None)
-@given(trace=traces, share=st.floats(0.01, 1))
-def test_the_capacity_for_a_share_of_the_hits_is_the_smallest_that_reaches_it(trace: list[TraceRequest], share: float) -> None:
+@given(trace=traces, percent=st.integers(0, 100))
+def test_the_capacity_for_a_share_of_the_hits_is_the_smallest_that_reaches_it(trace: list[TraceRequest], percent: int) -> None:
     curve = hit_curve(trace)
-    wanted = share * curve.hits_at(None)[0]
-    capacity = curve.capacity_for(share)
+    wanted = Fraction(percent, 100) * curve.hits_at(None)[0]
+    capacity = curve.capacity_for(percent / 100)
     assert curve.hits_at(capacity)[0] >= wanted
     assert capacity == 0 or curve.hits_at(capacity - 1)[0] < wanted
 
