@@ -44,7 +44,7 @@ def replay(
     capacity_blocks
         Size of the cache in blocks of `--block-size`. Unbounded if not given.
     policy
-        Order of eviction.
+        Order of eviction: `lru` is least recently used first, `lfu` least often used first with ageing, `cost` least saving first.
     block_size
         Tokens in a block: a number that divides the block size of the trace, or a multiple of it. The trace's own if not given.
     curve

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.eviction import EvictionPolicyName
+from radixkv.cache.eviction import EvictionPolicyName, eviction_policy
 from radixkv.report.prefix_paths import PrefixPaths
 from radixkv.report.trace import Progress, TraceRequest
 
@@ -76,7 +76,7 @@ def replay(
     capacity_blocks
         Size of the cache in blocks of ``block_size``; None never evicts.
     policy
-        Order of eviction.
+        Order of eviction: see :mod:`radixkv.cache.eviction`.
     block_size
         Tokens in a block; None is the trace's own.  See :class:`~radixkv.report.prefix_paths.PrefixPaths`.
     progress
@@ -98,7 +98,9 @@ def replay(
         capacity = min(capacity, capacity_blocks)
     # The cache leaves at least the last token of a request uncached.  So each request asks for one token more than its prompt, as
     # one that goes on to write an answer would; its block, the extra one here, is not published and is free again after release.
-    cache = PrefixCache(capacity + 1, block_size=1, policy=policy)
+    # The policy gets the true block size: what a block costs to compute again depends on its position in tokens.  Attribution stays
+    # on, as it is by default, because lfu and cost choose otherwise where evicted blocks are remembered.
+    cache = PrefixCache(capacity + 1, block_size=1, policy=eviction_policy(policy, paths.block_size))
     answer = np.int32(paths.num_numbers)
     prompt_tokens = hit_blocks = hit_tokens = 0
     for done, (request, path) in enumerate(zip(requests, paths, strict=True)):

@@ -65,6 +65,7 @@ def test_help_has_a_flag_and_a_text_for_every_engine_choice(command: str, capsys
         (["replay", __file__, "--capacity-blocks", "0"], ["capacity-blocks", "1"]),
         (["replay", __file__, "--policy", "best"], ["policy", "best", "lru"]),
         (["replay", __file__, "--curve", "--capacity-blocks", "9"], ["--curve", "--capacity-blocks 9"]),
+        (["replay", __file__, "--curve", "--policy", "lfu"], ["--curve", "--policy lru", "lfu"]),
         (["replay", __file__, "--model", "smollm2-135m"], ["--model", "--curve"]),
         (["replay", __file__, "--plot", "curve.gif"], ["--plot", ".html, .svg, .png", "curve.gif"]),
         (["replay", __file__, "--plot", "/no/such/folder/curve.svg"], ["--plot", "/no/such/folder/curve.svg"]),

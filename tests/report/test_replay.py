@@ -6,10 +6,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixkv.cache import PrefixCache
 from radixkv.cache.eviction import EvictionPolicyName
 from radixkv.report import command
 from radixkv.report.replay import replay
@@ -56,6 +58,23 @@ def test_replay_hits_and_evicts_exactly_what_an_ordered_dict_would(trace: list[T
     assert result.prompt_blocks == sum(len(r.hash_ids) for r in trace)
     assert result.prompt_tokens == sum(r.input_length for r in trace)
     assert result.requests == len(trace)
+
+
+@settings(deadline=None, max_examples=200)
+@given(trace=traces(), capacity=st.integers(1, 12), policy=st.sampled_from(get_args(EvictionPolicyName)))
+def test_under_any_policy_replay_hits_what_a_cache_of_whole_blocks_does(
+    trace: list[TraceRequest], capacity: int, policy: EvictionPolicyName
+) -> None:
+    cache, hits = PrefixCache(capacity + 1, 512, policy=policy), 0
+    for request in trace:
+        blocks = np.array([i - 2**40 for i in request.hash_ids[:capacity]], np.int32)
+        tokens = np.append(np.repeat(blocks, 512), np.int32(-1))
+        lease = cache.acquire(tokens)
+        assert lease is not None
+        hits += lease.num_matched_tokens // 512
+        cache.publish(lease, tokens, len(tokens) - 1)
+        cache.release(lease)
+    assert replay(trace, capacity, policy=policy).hit_blocks == hits
 
 
 def test_a_hit_on_a_partial_last_block_counts_only_the_tokens_it_holds() -> None:
