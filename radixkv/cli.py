@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Group, Parameter
-from cyclopts.types import ExistingFile
 from cyclopts.validators import Number
 
 from radixkv import __version__
-from radixkv.cache.eviction import EvictionPolicyName
 from radixkv.config import EngineConfig
 
 app = App(
@@ -167,50 +165,22 @@ def report(url: str = "http://127.0.0.1:8000", /, *, json: Annotated[bool, Param
         Console().print(result)
 
 
-@app.command
-def replay(
-    trace: ExistingFile,
-    /,
-    *,
-    capacity_blocks: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
-    policy: EvictionPolicyName = "lru",
-    json: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
-    """Simulate the prefix cache over a recorded workload: what hit rate would a cache of this size reach?
+# By its path, because the policies and the progress bar that its parameters need are imported with it: not for `--help`.
+app.command(
+    "radixkv.report.command:replay",
+    help="""Simulate the prefix cache over a recorded workload: what hit rate would a cache of this size reach? And of any size?
 
-    A trace is a JSON-lines file in the format of the Mooncake traces. A line is one request: `timestamp` in milliseconds,
-    `input_length` and `output_length` in tokens, and `hash_ids`, one id for each 512-token block of the prompt, where equal ids
-    mean an equal block after an equal prefix. No model is needed.
+    No model is needed. The workload is a JSON-lines file, either a request log of `radixkv serve`, or a trace in the format of the
+    Mooncake traces: a line is one request with `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and
+    `hash_ids`, one id for each 512-token block of the prompt, where equal ids mean an equal block after an equal prefix.
 
-    Parameters
-    ----------
-    trace
-        The trace file.
-    capacity_blocks
-        Size of the cache in trace blocks of 512 tokens. Unbounded if not given.
-    policy
-        Order of eviction: `lru` is least recently used first, `lfu` least often used first with ageing, `cost` least saving first.
-    json
-        Print JSON instead of text.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
+    How large should the cache be? Draw the hit rate at every capacity, and see what the knee takes of GPU memory:
 
-    from radixkv.report.replay import replay as simulate
-    from radixkv.report.trace import read_trace
+        radixkv replay TRACE.jsonl --plot curve.html --model smollm2-135m
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("replaying", total=None)
-        result = simulate(
-            read_trace(trace),
-            capacity_blocks,
-            policy=policy,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    if json:
-        _print_json(result)
-    else:
-        Console().print(result)
+    docs/reports.md says how block sizes are converted and how a request log looks.
+    """,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

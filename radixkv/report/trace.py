@@ -1,14 +1,19 @@
-"""Request traces: one JSON object a line, a prompt given as the ids of its blocks instead of its text."""
+"""Reading recorded workloads: one JSON object a line, a prompt given as the ids of its blocks instead of its text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 BLOCK_TOKENS = 512
-"""Tokens in a trace block (the Mooncake traces' choice)."""
+"""Tokens in a block of a Mooncake trace (the published traces' choice)."""
+
+_PROGRESS_LINES = 256
+
+Progress = Callable[[int, int], None]
+"""Called with (how much is done, how much there is) now and then, and at the end."""
 
 
 class TraceError(ValueError):
@@ -16,22 +21,33 @@ class TraceError(ValueError):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request.  Equal ids in ``hash_ids`` mean an equal block after an equal prefix; the last block may be partial.
-
-    The format is Mooncake's (Qin et al., FAST 2025).  Further fields in a line are ignored.
-    """
+    """One request.  Equal ids in ``hash_ids`` mean an equal block after an equal prefix, in the same namespace."""
 
     timestamp: float
-    """Milliseconds since the trace began."""
+    """Milliseconds, from any start."""
     input_length: int
     """Prompt tokens."""
     output_length: int
-    hash_ids: list[int]
-    """One id for each block of the prompt, in order: ``ceil(input_length / 512)`` of them."""
+    hash_ids: Sequence[int | str]
+    """One id for each block of the prompt, in order.  The last block may be partial; a request log leaves it out then."""
+    namespace: str = ""
+    """Tenant or salt: prompts in different namespaces share nothing."""
+    block_tokens: int = BLOCK_TOKENS
+    """Tokens in a block that ``hash_ids`` names."""
 
 
-def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> Iterator[TraceRequest]:
-    """Yield the requests of a JSON-lines file one by one; blank lines are skipped.
+def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, progress: Progress | None = None) -> Iterator[TraceRequest]:
+    """Yield the requests of a JSON-lines file; blank lines are skipped, and fields that no replay needs are ignored.
+
+    The first line tells the format.  A Mooncake trace (Qin et al., FAST 2025) is read one line at a time.  A request log of
+    ``radixkv serve`` is read whole and put in the order of arrival, because requests are logged when they end.
+
+    Parameters
+    ----------
+    block_tokens
+        Tokens in a block of a Mooncake trace; a request log says it itself.
+    progress
+        Called with (bytes read, bytes in all).
 
     Raises
     ------
@@ -40,29 +56,100 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS) -> Iterator[Trac
     TraceError
         A line isn't JSON, lacks a field, has a field of the wrong type, or has a number of ids that contradicts its length.
     """
-    decode = msgspec.json.Decoder(TraceRequest).decode
+    parse: Callable[[bytes], TraceRequest] | None = None
+    finished: list[TraceRequest] = []
+    read, size = 0, path.stat().st_size
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            read += len(line)
+            if progress is not None and number % _PROGRESS_LINES == 0:
+                progress(read, size)
             if line.isspace():
                 continue
             try:
-                request = decode(line)
-                _check(request, block_tokens)
+                parse = parse or _parser_for(line, block_tokens)
+                request = parse(line)
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
                 raise TraceError(f"{path}, line {number}: {_explain(error)}") from None
-            yield request
+            if isinstance(parse, _MooncakeParser):
+                yield request
+            else:
+                finished.append(request)
+    if progress is not None:
+        progress(read, read)
+    yield from sorted(finished, key=lambda request: request.timestamp)
 
 
-def _check(request: TraceRequest, block_tokens: int) -> None:
-    if request.input_length < 1:
-        raise ValueError(f"input_length: must be at least 1, got {request.input_length}")
-    if request.output_length < 0:
-        raise ValueError(f"output_length: must be at least 0, got {request.output_length}")
-    blocks = -(-request.input_length // block_tokens)
-    if len(request.hash_ids) != blocks:
-        raise ValueError(
-            f"hash_ids: {request.input_length} input tokens fill {blocks} blocks of {block_tokens}, got {len(request.hash_ids)} ids"
+def _parser_for(first_line: bytes, block_tokens: int) -> Callable[[bytes], TraceRequest]:
+    fields = msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])
+    if "hash_ids" in fields:
+        return _MooncakeParser(block_tokens)
+    if "block_hashes" in fields:
+        return _RequestLogParser()
+    raise ValueError("has neither hash_ids, as a Mooncake trace has, nor block_hashes, as a request log of radixkv has")
+
+
+class _MooncakeLine(msgspec.Struct, gc=False):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class _MooncakeParser:
+    def __init__(self, block_tokens: int) -> None:
+        self._decode = msgspec.json.Decoder(_MooncakeLine).decode
+        self._block_tokens = block_tokens
+
+    def __call__(self, text: bytes) -> TraceRequest:
+        line, size = self._decode(text), self._block_tokens
+        _at_least("input_length", line.input_length, 1)
+        _at_least("output_length", line.output_length, 0)
+        blocks = -(-line.input_length // size)
+        if len(line.hash_ids) != blocks:
+            raise ValueError(
+                f"hash_ids: {line.input_length} input tokens fill {blocks} blocks of {size}, got {len(line.hash_ids)} ids"
+            )
+        return TraceRequest(line.timestamp, line.input_length, line.output_length, line.hash_ids, "", size)
+
+
+class _RequestLogLine(msgspec.Struct, gc=False, kw_only=True):
+    time: float
+    prompt_tokens: int
+    output_tokens: int
+    block_size: int
+    namespace: str = ""
+    block_hashes: list[int | str]
+
+
+class _RequestLogParser:
+    def __init__(self) -> None:
+        self._decode = msgspec.json.Decoder(_RequestLogLine).decode
+        self._block_size: int | None = None
+
+    def __call__(self, text: bytes) -> TraceRequest:
+        line = self._decode(text)
+        _at_least("prompt_tokens", line.prompt_tokens, 1)
+        _at_least("output_tokens", line.output_tokens, 0)
+        _at_least("block_size", line.block_size, 1)
+        if self._block_size is None:
+            self._block_size = line.block_size
+        if line.block_size != self._block_size:
+            raise ValueError(f"block_size: must be {self._block_size}, as in the lines before, got {line.block_size}")
+        blocks = line.prompt_tokens // line.block_size
+        if len(line.block_hashes) != blocks:
+            raise ValueError(
+                f"block_hashes: {line.prompt_tokens} prompt tokens have {blocks} whole blocks of {line.block_size}, "
+                f"got {len(line.block_hashes)} hashes"
+            )
+        return TraceRequest(
+            1000 * line.time, line.prompt_tokens, line.output_tokens, line.block_hashes, line.namespace, line.block_size
         )
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{field}: must be at least {least}, got {value}")
 
 
 def _explain(error: Exception) -> str:

@@ -17,6 +17,10 @@ from radixkv.cli import main
 from radixkv.config import EngineConfig
 
 LINE = '{"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [4, 5]}\n'
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +63,13 @@ def test_help_has_a_flag_and_a_text_for_every_engine_choice(command: str, capsys
         (["generate", ""], ["prompt", "empty"]),
         (["replay", "/no/such/trace.jsonl"], ["/no/such/trace.jsonl"]),
         (["replay", __file__, "--capacity-blocks", "0"], ["capacity-blocks", "1"]),
+        (["replay", __file__, "--policy", "best"], ["policy", "best", "lru"]),
+        (["replay", __file__, "--curve", "--capacity-blocks", "9"], ["--curve", "--capacity-blocks 9"]),
+        (["replay", __file__, "--curve", "--policy", "lfu"], ["--curve", "--policy lru", "lfu"]),
+        (["replay", __file__, "--model", "smollm2-135m"], ["--model", "--curve"]),
+        (["replay", __file__, "--plot", "curve.gif"], ["--plot", ".html, .svg, .png", "curve.gif"]),
+        (["replay", __file__, "--plot", "/no/such/folder/curve.svg"], ["--plot", "/no/such/folder/curve.svg"]),
+        (["replay", __file__, "--curve", "--model", "no-such-model"], ["no-such-model"]),
         (["report", "localhost:8000"], ["http://"]),
     ],
 )
@@ -131,6 +142,64 @@ def test_replay_prints_text_with_the_rate(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "t.jsonl").write_text(LINE * 4)
     assert main(["replay", str(tmp_path / "t.jsonl")]) == 0
     assert "75.00%" in capsys.readouterr().out
+
+
+def test_replay_takes_blocks_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE * 4)
+    assert main(["replay", str(tmp_path / "t.jsonl"), "--block-size", "64", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["block_size"], result["prompt_blocks"], result["hit_blocks"]) == (64, 36, 27)
+    assert main(["replay", str(tmp_path / "t.jsonl"), "--block-size", "100"]) == 2
+    assert "block_size must divide the trace's blocks of 512 tokens" in capsys.readouterr().err
+
+
+def test_replay_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "--help"]) == 0
+    text = capsys.readouterr().out
+    for words in ("--capacity-blocks", "--policy", "--block-size", "--curve", "--plot", "--model", "--json", "hash_ids", "knee"):
+        assert words in text
+
+
+def test_the_curve_prints_a_table_and_the_knee_in_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE * 4)
+    assert main(["replay", str(tmp_path / "t.jsonl"), "--curve"]) == 0
+    text = capsys.readouterr().out
+    assert "80 % of the reachable hits need 2 blocks of 512 tokens = 1,024 tokens." in text
+    assert "75.00 %" in text
+
+
+def test_the_curve_of_a_model_is_in_bytes_and_loads_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE * 4)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    code = (
+        "import sys; from radixkv.cli import main\n"
+        f"assert main(['replay', {str(tmp_path / 't.jsonl')!r}, '--json', '--curve', '--model', {str(tmp_path)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    # K and V of 3 layers with 2 heads of 8 numbers, each of 2 bytes.
+    assert json.loads(done.stdout)["kv"] == {"model": str(tmp_path), "dtype": "bfloat16", "bytes_per_token": 2 * 3 * 2 * 8 * 2}
+
+
+def test_the_curve_without_a_model_needs_nothing_of_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE * 4)
+    code = (
+        "import sys; from radixkv.cli import main\n"
+        f"assert main(['replay', {str(tmp_path / 't.jsonl')!r}, '--plot', {str(tmp_path / 'curve.html')!r}]) == 0\n"
+        "assert not {'torch', 'gguf', 'radixkv.model', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curve.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_png_without_matplotlib_exits_1_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["replay", __file__, "--plot", str(tmp_path / "curve.png")]) == 1
+    assert "pip install 'radixkv[plot]'" in capsys.readouterr().err
 
 
 def test_a_bad_trace_line_exits_2_and_names_line_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

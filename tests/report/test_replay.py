@@ -6,12 +6,14 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv import cli
+from radixkv.cache import PrefixCache
 from radixkv.cache.eviction import EvictionPolicyName
+from radixkv.report import command
 from radixkv.report.replay import replay
 from radixkv.report.trace import TraceRequest, read_trace
 
@@ -58,6 +60,23 @@ def test_replay_hits_and_evicts_exactly_what_an_ordered_dict_would(trace: list[T
     assert result.requests == len(trace)
 
 
+@settings(deadline=None, max_examples=200)
+@given(trace=traces(), capacity=st.integers(1, 12), policy=st.sampled_from(get_args(EvictionPolicyName)))
+def test_under_any_policy_replay_hits_what_a_cache_of_whole_blocks_does(
+    trace: list[TraceRequest], capacity: int, policy: EvictionPolicyName
+) -> None:
+    cache, hits = PrefixCache(capacity + 1, 512, policy=policy), 0
+    for request in trace:
+        blocks = np.array([i - 2**40 for i in request.hash_ids[:capacity]], np.int32)
+        tokens = np.append(np.repeat(blocks, 512), np.int32(-1))
+        lease = cache.acquire(tokens)
+        assert lease is not None
+        hits += lease.num_matched_tokens // 512
+        cache.publish(lease, tokens, len(tokens) - 1)
+        cache.release(lease)
+    assert replay(trace, capacity, policy=policy).hit_blocks == hits
+
+
 def test_a_hit_on_a_partial_last_block_counts_only_the_tokens_it_holds() -> None:
     result = replay([TraceRequest(0, 700, 1, [1, 2])] * 2)
     assert (result.hit_blocks, result.hit_tokens) == (2, 700)
@@ -77,6 +96,24 @@ def test_a_capacity_beyond_any_memory_hits_what_an_unbounded_cache_does(capacity
     assert result.capacity_blocks == capacity
 
 
+def test_blocks_of_another_size_are_counted_whole_and_with_their_own_tokens() -> None:
+    trace = [TraceRequest(0, 700, 1, [1, 2])] * 2
+    small, large = replay(trace, block_size=64), replay(trace, block_size=1024)
+    assert (small.block_size, small.hit_blocks, small.prompt_blocks, small.hit_tokens) == (64, 10, 20, 640)
+    assert (large.block_size, large.hit_blocks, large.prompt_blocks, large.hit_tokens) == (1024, 0, 0, 0)
+
+
+def test_a_prompt_shorter_than_a_block_hits_nothing_and_is_counted() -> None:
+    result = replay([TraceRequest(0, 700, 1, [1, 2]), TraceRequest(0, 10, 1, [3])], 3, block_size=128)
+    assert (result.requests, result.prompt_blocks, result.hit_blocks, result.prompt_tokens) == (2, 5, 0, 710)
+
+
+def test_namespaces_share_no_blocks() -> None:
+    one, other = TraceRequest(0, 1024, 1, [1, 2], "a"), TraceRequest(0, 1024, 1, [1, 2], "b")
+    assert replay([one, other]).hit_blocks == 0
+    assert replay([one, other, one]).hit_blocks == 2
+
+
 def test_an_empty_trace_has_a_hit_rate_of_nought() -> None:
     assert replay([]).hit_rate_blocks == 0.0
 
@@ -93,7 +130,7 @@ def test_a_capacity_of_nought_is_refused_by_name() -> None:
 
 
 def test_the_command_line_offers_every_eviction_policy_of_the_cache() -> None:
-    assert get_args(get_type_hints(cli.replay)["policy"]) == get_args(EvictionPolicyName)
+    assert get_args(get_type_hints(command.replay)["policy"]) == get_args(EvictionPolicyName)
 
 
 @needs_trace
