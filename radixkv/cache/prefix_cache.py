@@ -74,11 +74,10 @@ class PrefixCache:
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.attribution = attribution and enable_prefix_caching
-        self.tree = RadixTree(
-            block_size,
-            eviction_policy(policy, block_size) if isinstance(policy, str) else policy,
-            remember_blocks=num_blocks if self.attribution else 0,
-        )
+        if isinstance(policy, str):
+            policy = eviction_policy(policy, block_size)
+        remembers = self.attribution or (enable_prefix_caching and policy.uses_history)
+        self.tree = RadixTree(block_size, policy, remember_blocks=num_blocks if remembers else 0)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._clock = clock

@@ -318,8 +318,8 @@ class RadixTree:
         if not node.num_blocks:
             assert node.parent is not None
             node.parent.live_children += 1
+            node.parent.uses -= node.uses  # they went up to it when the blocks were evicted
             self.num_nodes += 1
-            node.last_use = node.uses = 0
             node.blocks = blocks.copy()
         else:
             node.blocks = np.concatenate((node.blocks, blocks))
@@ -478,6 +478,7 @@ class RadixTree:
         """Cut ``node``'s edge after ``offset`` blocks, where its remembered ones begin or later; ``node`` keeps the upper part."""
         cut = offset * self.block_size
         lower = Node(node, node.start + offset, keep(node.tokens[cut:]), NO_BLOCKS, 0)
+        lower.uses = node.uses  # all went up to ``node``, which keeps them
         lower.children = node.children
         for child in lower.all_children():
             child.parent = lower
@@ -559,6 +560,7 @@ class RadixTree:
                 assert self._roots.get(node.namespace) is node, "a namespace is filed under another name"
                 continue
             num_remembered += self._remembered(node)
+            assert node.uses >= 0, "uses were handed up twice"
             assert len(node.tokens) > 0, "a node is empty"
             assert len(node.tokens) >= node.num_blocks * size, "a block has no tokens"
             assert len(node.blocks) == node.num_blocks, "a node's blocks were miscounted"
