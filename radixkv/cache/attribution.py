@@ -61,7 +61,7 @@ def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefi
             partial_block -= 1
         elif in_flight:
             in_flight -= 1
-    elif common == len(theirs) and edge.children:
+    elif common == len(edge.tokens) and theirs is edge.tokens and edge.children:
         theirs, common = next(edge.all_children()).tokens, 0
     diverged = rest if known and common < len(theirs) else 0
     return Finding(in_flight, evicted, partial_block, diverged, rest, known, theirs, common, stamp, now, tree.num_evicted_blocks)
