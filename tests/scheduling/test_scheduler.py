@@ -52,7 +52,7 @@ class Simulation:
         return request
 
     def step(self) -> Batch:
-        batch = self.scheduler.schedule(self.now)
+        batch = self.scheduler.schedule()
         self.cache.check()
         assert batch.num_tokens <= self.scheduler.max_batch_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
