@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ VOCABULARY = 32_000
 
 
 def _text(rng: np.random.Generator, least: int, most: int) -> Tokens:
-    return rng.integers(0, VOCABULARY, rng.integers(least, most + 1), dtype=np.int32)
+    return rng.integers(0, VOCABULARY, int(rng.integers(least, most + 1)), dtype=np.int32)
 
 
 def _joined(*parts: Tokens) -> Tokens:
@@ -116,12 +117,13 @@ def most_hits(prompts: Sequence[Tokens], block_size: int, output_tokens: int = 0
 
     Each token of the prompts' trie has to be computed by the first that comes by, and can be hit by all others.  Two things are
     lost to everyone: only whole blocks are kept, so tokens after the last whole block of every sequence through them are never hit;
-    and the last token of a prompt is always computed.  A sequence is a prompt and its ``output_tokens``, whose last is not computed.  The depth-first order that takes the longest prompt of each subtree first
-    loses nothing else (Zheng et al. 2023, theorem 3.1), if the cache holds the longest prompt and a block to copy rows from.
+    and the last token of a prompt is always computed.  A sequence is a prompt and its ``output_tokens``, of which the last is not
+    computed.  The depth-first order that takes the longest prompt of each subtree first loses nothing else (Zheng et al. 2023,
+    theorem 3.1), if requests run one by one and the cache holds the longest prompt, and one block more to copy rows from.
     """
     ordered = sorted(prompts, key=lambda prompt: prompt.tobytes())
     lengths = np.array([len(prompt) for prompt in ordered])
-    shared = np.array([0] + [shared_tokens(a, b) for a, b in zip(ordered, ordered[1:], strict=False)])
+    shared = np.array([0] + [shared_tokens(a, b) for a, b in itertools.pairwise(ordered)])
     kept = (lengths + max(output_tokens - 1, 0)) // block_size * block_size
     total = 0
     nodes = [(0, len(ordered), 0)]
@@ -137,7 +139,7 @@ def most_hits(prompts: Sequence[Tokens], block_size: int, output_tokens: int = 0
             if len(ending):
                 total -= len(ending) - int(kept[start + ending[0]] >= end or len(ending) == stop - start)
         forks = [start, *(start + 1 + np.flatnonzero(shared[start + 1 : stop] == end)).tolist(), stop]
-        nodes.extend((low, high, end) for low, high in zip(forks, forks[1:], strict=False))
+        nodes.extend((low, high, end) for low, high in itertools.pairwise(forks))
     return total
 
 

@@ -65,14 +65,14 @@ class LongestPrefixMatch(WaitingQueue):
     **Waiting.**  Nobody is overtaken by a request that arrives more than (its cached prefix / rate) seconds later, so by none
     that arrives more than (longest prompt / rate) later, however many hot ones there are.
 
-    **What is known of the cache.**  The chosen request is matched against the cache each time, and what the queue holds of the
-    others is never below what is cached of them: a request is matched when it arrives, and :meth:`cached` raises what the others
-    share with anything that comes in.  Eviction may have made it less.  Where the match shows that, it lowers the whole subtree
-    that shares the evicted part, and the choice is made anew.  So the head is exact, though the queue is not matched again at each
-    step.  The one gap: tokens that a running sequence generates count once it has ended.
+    **What is known of the cache.**  Of each request the queue holds a number that is never below its cached prefix: it is matched
+    when it arrives, and :meth:`cached` raises the number to what it shares with anything that comes in.  Eviction may have made
+    the prefix shorter.  So the request that is chosen is matched again; where it has lost something, the number falls for all of
+    the subtree that shares what was lost, and the choice is made anew.  The head is therefore exact, as if the whole queue were
+    matched each time, while the other numbers may be too high.
 
-    Costs, with n waiting: ``head`` O(n) in numpy and one match, and one more for each evicted subtree that it comes upon; ``cached``
-    O(n) in numpy; ``add`` a match and O(log n).
+    Costs, with n waiting: ``head`` O(n) in numpy and one match, and one more for each evicted subtree that it comes upon;
+    ``cached`` O(n) in numpy; ``add`` one match and O(log n) comparisons.
     """
 
     def __init__(self, aging_tokens_per_second: float) -> None:

@@ -39,7 +39,7 @@ class PromptTrie:
         return self._rows[1:, : len(self.requests)]
 
     def add(self, request: Request, *values: float) -> None:
-        """Put a request in its place, with its ``values`` for the columns.  O(log n) comparisons as memory, and a shift of n rows."""
+        """Put a request in its place, with its ``values`` for the columns.  O(log n) comparisons and O(n) moved, as memory."""
         n = len(self.requests)
         if n == self._rows.shape[1]:
             self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)), axis=1)
@@ -111,9 +111,9 @@ def _key(tokens: Tokens, namespace: str) -> tuple[str, bytes]:
 
 def _shared(tokens: Tokens, namespace: str, request: Request) -> int:
     """Leading tokens in common; prompts of different namespaces have none."""
-    if namespace != request.namespace:
-        return 0
     n = min(len(tokens), request.num_tokens)
+    if namespace != request.namespace or not n:
+        return 0
     differ = tokens[:n] != request.tokens[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
