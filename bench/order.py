@@ -281,9 +281,9 @@ def order(
     only its longest request, or 10, 25 or 50 % of its distinct tokens. Requests run one by one, and several at once.
 
     The optimum counts every token of the prompts' trie as computed once and hit by all others, which no order can exceed in any
-    cache. The depth-first order, which knows all prompts and takes the longest of each subtree first, reaches it one by one; in the
-    scheduler nobody does, as requests admitted in one step share only whole blocks with each other. On small bursts every order is
-    tried. fcfs, lpm and dfs-weight are the engine's policies; lpm is its default.
+    cache. The depth-first order, which knows all prompts and takes the longest of each subtree first, reaches it one by one. In the
+    scheduler it mostly does not, and no other order does: requests admitted in one step share only whole blocks with each other. On
+    small bursts every order is tried. fcfs, lpm and dfs-weight are the engine's policies; lpm is its default.
 
     At last, what ordering costs: the queue's work in a step in which one request is admitted and one arrives.
 

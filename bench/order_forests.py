@@ -33,7 +33,7 @@ def few_deep(rng: np.random.Generator, n: int) -> list[Tokens]:
         if level == 5 or wanted == 1:
             prompts.extend(_joined(prefix, _text(rng, 20, 80)) for _ in range(wanted))
             return
-        branches = int(min(wanted, rng.integers(2, 4)))
+        branches = min(wanted, int(rng.integers(2, 4)))
         for share in rng.multinomial(wanted - branches, [1 / branches] * branches) + 1:
             grow(_joined(prefix, _text(rng, 60, 400)), level + 1, int(share))
 
