@@ -167,6 +167,17 @@ def test_among_equals_lpm_stays_in_the_tree_it_is_in_and_takes_the_oldest_there(
     assert [admit(queue, cache).request_id for _ in range(6)] == ["a0", "a3", "a5", "b1", "b2", "b4"]
 
 
+def test_what_eviction_took_from_one_request_is_not_taken_from_one_that_branches_off_where_the_loss_begins():
+    cache, queue = PrefixCache(400, 1), LongestPrefixMatch(RATE)
+    for tokens in ([1, 1, 2, 2], [5, 5, 5], [1, 1, 3, 3]):
+        compute(np.array(tokens, dtype=np.int32), "", queue, cache)
+    for i, (name, tokens) in enumerate({"lost": [1, 1, 2, 2, 9], "other": [5, 5, 5, 9], "whole": [1, 1, 3, 3, 9]}.items()):
+        queue.add(make(name, tokens, i / 100), cache)
+    assert queue.head(cache).request_id == "lost"
+    cache.evict(2)  # the tail of the least recently used
+    assert [admit(queue, cache).request_id for _ in range(3)] == ["whole", "other", "lost"]
+
+
 @pytest.mark.parametrize("policy", ["lpm", "fcfs", "dfs-weight"])
 def test_a_request_that_does_not_wait_cannot_be_removed(policy):
     cache, queue = PrefixCache(8, 1), queue_policy(policy, RATE)
