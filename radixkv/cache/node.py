@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.block_pool import PackedIds
 from radixkv.cache.retention import Hold
 from radixkv.cache.siblings import Siblings
 from radixkv.cache.tokens import NO_TOKENS, Tokens
-
-NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
-NO_BLOCKS.flags.writeable = False
 
 
 class EvictionStamp(NamedTuple):
@@ -36,15 +31,14 @@ class Node:
         "tokens", "uses",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: BlockIds, num_blocks: int) -> None:
+    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: PackedIds) -> None:
         self.parent = parent
         self.start = start
         """Blocks before this edge on the way from the root."""
         self.tokens = tokens
         """int32, at least ``num_blocks * block_size`` of them."""
         self.blocks = blocks
-        """int32 ``[num_blocks]``."""
-        self.num_blocks = num_blocks
+        self.num_blocks = len(blocks) // 4
         self.children: dict[int, Node | Siblings] | None = None
         """By first token."""
         self.live_children = 0
@@ -84,5 +78,5 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
-        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, 0)
+        super().__init__(None, 0, NO_TOKENS, b"")
         self.namespace = namespace

@@ -292,7 +292,7 @@ def break_table(cache: PrefixCache, lease: Lease) -> None:
 
 def break_duplicate(cache: PrefixCache, lease: Lease) -> None:
     node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node.blocks[0] = node.blocks[1]
+    node.blocks = node.blocks[4:8] + node.blocks[4:]
 
 
 def break_root_lock(cache: PrefixCache, lease: Lease) -> None:
