@@ -19,7 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from bench import cache_peers
+from bench.cache_growth import CHAT_TURN_BLOCKS, OPERATIONS, TOKEN_BYTES
 from bench.cache_trace import BLOCK_SIZE, has_attribution_flag, load_requests
+from bench.cost_plot import Panel, cost_svg
 from bench.fresh_process import ChildError, run_fresh
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -139,6 +141,83 @@ def print_trace(console: Console, figures: Figures) -> None:
         )
 
 
+# -- growth -------------------------------------------------------------------------------------------------------------
+
+
+def run_growth(bars: Progress, scale: int) -> Figures:
+    """One tree at five sizes, and what a block takes at four lengths of edge.  ``scale`` divides the sizes."""
+    sizes = [nodes // scale for nodes in (10_000, 30_000, 100_000, 300_000, 1_000_000)]
+    tree = fresh(bars, f"tree of {sizes[-1]:,} nodes", "bench.cache_growth:grow_tree", sizes=sizes)
+    memory = [
+        fresh(bars, f"memory, edges of {edge}", "bench.cache_growth:measure_memory", edge_blocks=edge, blocks=400_000 // scale)
+        for edge in (1, 4, 64)
+    ]
+    return {"tree": tree, "memory": memory}
+
+
+def run_chat(bars: Progress, scale: int) -> Figures:
+    """Ten chats of 2,000 turns."""
+    result: Figures = fresh(bars, "chats", "bench.cache_growth:long_chats", turns=2000 // scale, chats=10)
+    return result
+
+
+def print_growth(console: Console, figures: Figures) -> None:
+    """A row a size of the tree, and a row a length of edge."""
+    first = figures["tree"][0]["nodes"]
+    right = [Column(name, justify="right") for name in ("match", "x", "turn", "x", "evict", "x", "bytes/block")]
+    table = Table(
+        Column("nodes", justify="right"), Column("blocks", justify="right"), *right, title_justify="left",
+        title="A growing tree, edges of 4 blocks: median us of a match, a turn (acquire, publish, release), evicting a leaf",
+    )  # fmt: skip
+    for row in figures["tree"]:
+        costs = [text for name in OPERATIONS for text in (f"{row[f'{name}_us']:.1f}", f"{row[f'{name}_ratio']:.2f}")]
+        table.add_row(f"{row['nodes']:,}", f"{row['blocks']:,}", *costs, f"{row['bytes_per_block']:.0f}")
+    console.print(table)
+    console.print(
+        f"x: over the same of a second tree that stays at {first:,} nodes, timed in turn with the growing one. bytes/block: "
+        "resident memory gained since before the cache was made, a cached block, less the "
+        f"{TOKEN_BYTES} bytes of the block's tokens: pool, tree and what the allocator wastes. It means little for small trees."
+    )
+    table = Table(*(Column(name, justify="right") for name in ("blocks an edge", "nodes", "blocks", "bytes/block")))
+    for row in figures["memory"]:
+        table.add_row(f"{row['edge_blocks']}", f"{row['nodes']:,}", f"{row['blocks']:,}", f"{row['bytes_per_block']:.0f}")
+    console.print(table)
+
+
+def print_chat(console: Console, figures: Figures) -> None:
+    """A row a milestone."""
+    step = CHAT_TURN_BLOCKS * BLOCK_SIZE
+    right = [Column(name, justify="right") for name in ("turn", "tokens", "us", "x turn 20", "acquire", "publish", "release")]
+    table = Table(
+        *right, title_justify="left",
+        title=f"{figures['chats']} chats of {figures['turns']:,} turns of {step} tokens: median us of a turn",
+    )  # fmt: skip
+    for row in figures["curve"]:
+        costs = [f"{row[f'{name}_us']:.1f}" for name in ("acquire", "publish", "release")]
+        table.add_row(f"{row['turn']:,}", f"{row['turn'] * step:,}", f"{row['turn_us']:.1f}", f"{row['ratio']:.2f}", *costs)
+    console.print(table)
+    console.print(
+        "Each turn's prompt is a new array of all the tokens so far. Medians over the turns within 5 % (at least 5) of all chats; "
+        "x: the median over chats of each chat's own ratio. "
+        f"{figures['bytes_per_block']:.0f} bytes a cached block beyond its tokens."
+    )
+
+
+def panels(result: Figures) -> list[Panel]:
+    """What there is to plot of growth and chat."""
+    found = []
+    if "growth" in result:
+        rows = result["growth"]["tree"]
+        lines = {name: [(row["nodes"], row[f"{name}_us"]) for row in rows] for name in OPERATIONS}
+        found.append(Panel("Cost against the size of the tree", "nodes", "microseconds", lines))
+    if "chat" in result:
+        rows = result["chat"]["curve"]
+        names = ("turn", "acquire", "publish", "release")
+        lines = {name: [(row["turn"], row[f"{name}_us"]) for row in rows] for name in names}
+        found.append(Panel("Cost against the length of a chat", "turns of 64 tokens so far", "microseconds", lines))
+    return found
+
+
 # -- command line -------------------------------------------------------------------------------------------------------
 
 
@@ -161,19 +240,22 @@ app = App(name="python -m bench cache", print_error=False, exit_on_error=False, 
 @app.default
 def cache(
     *,
-    part: Literal["trace", "all"] = "all",
+    part: Literal["trace", "growth", "chat", "all"] = "all",
     trace: Path | None = None,
-    peer: tuple[str, ...] = (),
+    peer: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     rounds: Count = 3,
     requests: Count = 1500,
     capacity: Annotated[int, Parameter(validator=Number(gte=BLOCK_SIZE))] = 3_000_000,
     no_attribution: Flag = False,
     quick: Flag = False,
     json: Path | None = None,
+    plot: Path | None = None,
 ) -> int:
     """Time the prefix cache's bookkeeping: no model, no tensors, one thread.
 
-    trace: the requests of a trace, one after the other, through match, lock, evict, insert and unlock.
+    trace: the requests of a trace, one after the other, through match, lock, evict, insert and unlock, beside other engines'
+    caches. growth: a tree grown to 1,000,000 nodes; what a match, a turn and an eviction cost on the way, and what a block takes
+    in memory. chat: a chat grown to 2,000 turns, and what a turn costs on the way.
 
     Peers are timed out of a wheel unpacked to a folder, without installing them or what they depend on:
 
@@ -187,7 +269,7 @@ def cache(
     trace
         A Mooncake trace (JSON lines); without it a synthetic one of the same shape is used.
     peer
-        sglang=FOLDER or vllm=FOLDER, timed in the same run; may be given more than once.
+        sglang=FOLDER or vllm=FOLDER, timed over the trace in the same run; may be given more than once.
     rounds
         Passes over the trace, each in a fresh process; vLLM gets one.
     requests
@@ -197,22 +279,37 @@ def cache(
     no_attribution
         Time radixkv without miss attribution, too.
     quick
-        A tenth of the size.
+        A tenth of the size: says whether all works, not how fast.
     json
         File to write the figures to.
+    plot
+        SVG file to plot cost against size to; of growth and chat.
     """
     if no_attribution and not has_attribution_flag():
         raise ValueError("--no-attribution: this radixkv's PrefixCache has no attribution to leave out")
+    if plot is not None and part == "trace":
+        raise ValueError("--plot shows cost against size; --part trace has one size")
+    if peer and part in ("growth", "chat"):
+        raise ValueError(f"--peer is timed over the trace, which --part {part} leaves out")
     peers = parse_peers(peer)
-    if quick:
-        requests, capacity = max(requests // 10, 1), max(capacity // 10, BLOCK_SIZE)
+    scale = 10 if quick else 1
     console = Console(width=None if sys.stdout.isatty() else 120)
     result: Figures = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "python": platform.python_version()}
     with steps(Console(stderr=True)) as bars:
-        result["trace"] = run_trace(bars, trace, peers, no_attribution, rounds, requests, capacity)
-    print_trace(console, result["trace"])
+        if part in ("trace", "all"):
+            requests, capacity = max(requests // scale, 1), max(capacity // scale, BLOCK_SIZE)
+            result["trace"] = run_trace(bars, trace, peers, no_attribution, rounds, requests, capacity)
+            print_trace(console, result["trace"])
+        if part in ("growth", "all"):
+            result["growth"] = run_growth(bars, scale)
+            print_growth(console, result["growth"])
+        if part in ("chat", "all"):
+            result["chat"] = run_chat(bars, scale)
+            print_chat(console, result["chat"])
     if json is not None:
         json.write_text(jsonlib.dumps(result, indent=1))
+    if plot is not None:
+        plot.write_text(cost_svg(panels(result)))
     return 0
 
 
