@@ -289,6 +289,8 @@ def cache(
         raise ValueError("--no-attribution: this radixkv's PrefixCache has no attribution to leave out")
     if plot is not None and part == "trace":
         raise ValueError("--plot shows cost against size; --part trace has one size")
+    if plot is not None and plot.suffix != ".svg":
+        raise ValueError(f"--plot must name a .svg file, got {str(plot)!r}")
     if peer and part in ("growth", "chat"):
         raise ValueError(f"--peer is timed over the trace, which --part {part} leaves out")
     peers = parse_peers(peer)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 COLOURS = ("#4269d0", "#ef8a17", "#3c9d5d", "#a463f2", "#d6336c")
 WIDTH, HEIGHT = 420, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 40, 48
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 52, 48
+LEGEND_STEP = 72
 
 
 class Panel(NamedTuple):
@@ -45,7 +46,7 @@ def _panel(panel: Panel) -> str:
     def y_of(value: float) -> float:
         return bottom - (bottom - TOP) * _share(value, y_ticks)
 
-    parts = [f'<text x="{LEFT}" y="20" font-weight="bold">{escape(panel.title)}</text>']
+    parts = [f'<text x="{LEFT}" y="22" font-weight="bold">{escape(panel.title)}</text>']
     for value in x_ticks:
         x = f"{x_of(value):.1f}"
         parts.append(f'<path d="M{x} {TOP}V{bottom}" stroke="#e4e4e4"/>')
