@@ -63,9 +63,10 @@ def fresh(bars: Progress, title: str, function: str, **arguments: Any) -> Any:
 
 
 def run_trace(
-    bars: Progress, trace: Path | None, peers: dict[str, Path], attribution_too: bool, rounds: int, requests: int, capacity: int
-) -> Figures:
-    """All contenders in turn, ``rounds`` times over (vLLM once), then once more with a clock read after each operation."""
+    bars: Progress, trace: Path | None, peers: dict[str, Path], attribution_too: bool, rounds: tuple[int, int], requests: int,
+    capacity: int,
+) -> Figures:  # fmt: skip
+    """All contenders in turn, ``rounds[0]`` times over (vLLM ``rounds[1]``), then with a clock read after each operation."""
     contenders: dict[str, Path | None] = {"radixkv": None}
     if attribution_too:
         contenders["radixkv-no-attribution"] = None
@@ -81,10 +82,11 @@ def run_trace(
         return result
 
     results: dict[str, list[Figures]] = {name: [] for name in contenders}
-    for number in range(rounds):
+    rounds_of = {name: rounds[name.startswith("vllm")] for name in contenders}
+    for number in range(max(rounds_of.values())):
         for name in contenders:
-            if number == 0 or not name.startswith("vllm"):
-                results[name].append(once(name, False, f"round {number + 1} of {rounds}"))
+            if number < rounds_of[name]:
+                results[name].append(once(name, False, f"round {number + 1} of {rounds_of[name]}"))
     prompts = [request.input_length for request in load_requests(trace, requests)]
     return {
         "trace": trace and trace.name,
@@ -93,21 +95,25 @@ def run_trace(
         "capacity_tokens": capacity,
         "block_size": BLOCK_SIZE,
         "contenders": {
-            name: trace_figures(name, contenders[name], rounds_of, once(name, True, "by operation"))
-            for name, rounds_of in results.items()
+            name: trace_figures(name, contenders[name], each, once(name, True, "by operation")) for name, each in results.items()
         },
     }
 
 
 def trace_figures(name: str, folder: Path | None, rounds: list[Figures], by_operation: Figures) -> Figures:
-    """A contender's row: medians over its rounds of the mean, the median and the 99th percentile of a request."""
+    """A contender's row: mean, median and 99th percentile of its requests, each request's time the median over the rounds.
+
+    Every round does the same work, so what takes long in one round only was another program.
+    """
     each = [result["microseconds"] for result in rounds]
+    requests = [statistics.median(times) for times in zip(*each, strict=True)]
     return {
         "version": cache_peers.version(name.partition("-")[0], folder) if folder else None,
-        "mean_us": statistics.median(map(statistics.fmean, each)),
+        "rounds": len(rounds),
+        "mean_us": statistics.fmean(requests),
         "mean_us_by_round": list(map(statistics.fmean, each)),
-        "p50_us": statistics.median(map(statistics.median, each)),
-        "p99_us": statistics.median(percentile(values, 99) for values in each),
+        "p50_us": statistics.median(requests),
+        "p99_us": percentile(requests, 99),
         "hit_share": rounds[0]["hit_share"],
         "operations_us": by_operation["operations"],
     }
@@ -130,11 +136,16 @@ def print_trace(console: Console, figures: Figures) -> None:
             ", ".join(f"{operation} {us:,.1f}" for operation, us in row["operations_us"].items()),
         )  # fmt: skip
     console.print(table)
+    rounds = ", ".join(f"{name} {row['rounds']}" for name, row in figures["contenders"].items())
     console.print(
-        "One request at a time, one thread, a fresh process each round, the caches in turn; median of the rounds' means (vLLM: one "
-        "round). The operations are from a further round that reads the clock after each of them. Compare within a run only."
+        "One request at a time, one thread, a fresh process each round, the caches in turn; a request's time is the median of its "
+        f"rounds ({rounds}). The operations are means "
+        "of a further round that reads the clock after each of them. Compare within a run only."
     )
-    if any(name == "sglang" for name in figures["contenders"]):
+    console.print(
+        "radixkv: with attribution, every request's missed tokens are counted by reason; spelling a miss out is left out."
+    )
+    if "sglang" in figures["contenders"]:
         console.print(
             "SGLang: the Python RadixCache, pages of 16, whatever tree its server would choose by default; its page allocator is "
             "left out, a ring of slots at next to no cost in its place."
@@ -148,10 +159,12 @@ def run_growth(bars: Progress, scale: int) -> Figures:
     """One tree at five sizes, and what a block takes at four lengths of edge.  ``scale`` divides the sizes."""
     sizes = [nodes // scale for nodes in (10_000, 30_000, 100_000, 300_000, 1_000_000)]
     tree = fresh(bars, f"tree of {sizes[-1]:,} nodes", "bench.cache_growth:grow_tree", sizes=sizes)
-    memory = [
-        fresh(bars, f"memory, edges of {edge}", "bench.cache_growth:measure_memory", edge_blocks=edge, blocks=400_000 // scale)
-        for edge in (1, 4, 64)
-    ]
+    last = {name: tree[-1][name] for name in ("nodes", "blocks", "bytes_per_block")}
+    memory = [{"edge_blocks": CHAT_TURN_BLOCKS, "turned_over": False, **last}]
+    for edge, turned_over in ((1, False), (4, False), (64, False), (4, True)):
+        title = f"memory, edges of {edge}{', turned over' if turned_over else ''}"
+        arguments = {"edge_blocks": edge, "blocks": 400_000 // scale, "turned_over": turned_over}
+        memory.append(fresh(bars, title, "bench.cache_growth:measure_memory", **arguments))
     return {"tree": tree, "memory": memory}
 
 
@@ -164,24 +177,26 @@ def run_chat(bars: Progress, scale: int) -> Figures:
 def print_growth(console: Console, figures: Figures) -> None:
     """A row a size of the tree, and a row a length of edge."""
     first = figures["tree"][0]["nodes"]
-    right = [Column(name, justify="right") for name in ("match", "x", "turn", "x", "evict", "x", "bytes/block")]
+    right = [Column(name, justify="right") for name in ("match", "x", "turn", "x", "evict", "x")]
     table = Table(
         Column("nodes", justify="right"), Column("blocks", justify="right"), *right, title_justify="left",
         title="A growing tree, edges of 4 blocks: median us of a match, a turn (acquire, publish, release), evicting a leaf",
     )  # fmt: skip
     for row in figures["tree"]:
         costs = [text for name in OPERATIONS for text in (f"{row[f'{name}_us']:.1f}", f"{row[f'{name}_ratio']:.2f}")]
-        table.add_row(f"{row['nodes']:,}", f"{row['blocks']:,}", *costs, f"{row['bytes_per_block']:.0f}")
+        table.add_row(f"{row['nodes']:,}", f"{row['blocks']:,}", *costs)
+    console.print(table)
+    console.print(f"x: over the same of a second tree that stays at {first:,} nodes, timed in turn with the growing one.")
+    table = Table(*(Column(name, justify="right") for name in ("blocks an edge", "turned over", "nodes", "blocks", "bytes/block")))
+    for row in figures["memory"]:
+        cells = (f"{row['edge_blocks']}", "yes" if row["turned_over"] else "no", f"{row['nodes']:,}", f"{row['blocks']:,}")
+        table.add_row(*cells, f"{row['bytes_per_block']:.0f}")
     console.print(table)
     console.print(
-        f"x: over the same of a second tree that stays at {first:,} nodes, timed in turn with the growing one. bytes/block: "
-        "resident memory gained since before the cache was made, a cached block, less the "
-        f"{TOKEN_BYTES} bytes of the block's tokens: pool, tree and what the allocator wastes. It means little for small trees."
+        "bytes/block: resident memory gained since before the cache was made, a cached block, less the "
+        f"{TOKEN_BYTES} bytes of the block's tokens: pool, tree and what the allocator wastes. "
+        "Turned over: as many blocks again were cached and evicted since, so what is remembered of them is in it, tokens and all."
     )
-    table = Table(*(Column(name, justify="right") for name in ("blocks an edge", "nodes", "blocks", "bytes/block")))
-    for row in figures["memory"]:
-        table.add_row(f"{row['edge_blocks']}", f"{row['nodes']:,}", f"{row['blocks']:,}", f"{row['bytes_per_block']:.0f}")
-    console.print(table)
 
 
 def print_chat(console: Console, figures: Figures) -> None:
@@ -244,6 +259,7 @@ def cache(
     trace: Path | None = None,
     peer: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     rounds: Count = 3,
+    vllm_rounds: Count = 1,
     requests: Count = 1500,
     capacity: Annotated[int, Parameter(validator=Number(gte=BLOCK_SIZE))] = 3_000_000,
     no_attribution: Flag = False,
@@ -271,7 +287,9 @@ def cache(
     peer
         sglang=FOLDER or vllm=FOLDER, timed over the trace in the same run; may be given more than once.
     rounds
-        Passes over the trace, each in a fresh process; vLLM gets one.
+        Passes over the trace, each in a fresh process.
+    vllm_rounds
+        Passes of vLLM, which take seconds each.
     requests
         Requests of the trace to serve.
     capacity
@@ -300,7 +318,7 @@ def cache(
     with steps(Console(stderr=True)) as bars:
         if part in ("trace", "all"):
             requests, capacity = max(requests // scale, 1), max(capacity // scale, BLOCK_SIZE)
-            result["trace"] = run_trace(bars, trace, peers, no_attribution, rounds, requests, capacity)
+            result["trace"] = run_trace(bars, trace, peers, no_attribution, (rounds, vllm_rounds), requests, capacity)
             print_trace(console, result["trace"])
         if part in ("growth", "all"):
             result["growth"] = run_growth(bars, scale)

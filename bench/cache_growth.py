@@ -129,10 +129,10 @@ class Forest:
 def grow_tree(*, sizes: Sequence[int], progress: Progress) -> list[dict[str, Any]]:
     """Grow one tree with edges of 4 blocks to each of ``sizes`` nodes and time it there.  For a process of its own.
 
-    A row a size: its ``nodes`` and ``blocks``, ``bytes_per_block``, and median microseconds of a ``match``, of a whole ``turn``
-    (acquire, publish, release) and of an ``evict`` of one leaf.  ``*_ratio`` are those over the same of a second tree, which stays
-    at the first of ``sizes`` and is timed in turn with the first: a machine's speed drifts, and would spoil ratios of figures taken
-    minutes apart.
+    A row a size: its ``nodes`` and ``blocks``, ``bytes_per_block`` (of use in the last row only: the pool has that size from the
+    start), and median microseconds of a ``match``, of a whole ``turn`` (acquire, publish, release) and of an ``evict`` of one leaf.
+    ``*_ratio`` are those over the same of a second tree, which stays at the first of ``sizes`` and is timed in turn with the first:
+    a machine's speed drifts, and would spoil ratios of figures taken minutes apart.
 
     Raises ValueError for a size too small to hold whole chats.
     """
@@ -158,12 +158,19 @@ def grow_tree(*, sizes: Sequence[int], progress: Progress) -> list[dict[str, Any
     return rows
 
 
-def measure_memory(*, edge_blocks: int, blocks: int, progress: Progress) -> dict[str, Any]:
-    """Bytes a cached block of a tree of ``blocks`` blocks in edges of ``edge_blocks``.  For a process of its own."""
+def measure_memory(*, edge_blocks: int, blocks: int, turned_over: bool, progress: Progress) -> dict[str, Any]:
+    """Bytes a cached block of a tree of ``blocks`` blocks in edges of ``edge_blocks``.  For a process of its own.
+
+    ``turned_over``: as many blocks again have been cached since the cache was full, and so as many evicted.
+    """
     warm_up()
-    forest = Forest(edge_blocks, blocks // edge_blocks)
-    forest.grow(blocks // edge_blocks, progress)
-    return {"edge_blocks": edge_blocks, **forest.describe()}
+    nodes = blocks // edge_blocks
+    forest = Forest(edge_blocks, nodes)
+    forest.grow(nodes, progress)
+    for done in range(0, nodes if turned_over else 0, 1000):
+        progress(done, nodes)
+        forest.time_turn(1000)
+    return {"edge_blocks": edge_blocks, "turned_over": turned_over, **forest.describe()}
 
 
 def warm_up() -> None:

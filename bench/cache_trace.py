@@ -37,7 +37,7 @@ class Contender(Protocol):
 
 
 class Radixkv:
-    """Ours.  ``miss`` is read where the lease has it: the attribution is part of what acquiring costs."""
+    """Ours.  Attribution counts every request's missed tokens by reason; spelling a miss out (``Lease.miss``) is left out."""
 
     operations: tuple[str, ...] = ("acquire", "publish", "release")
 
