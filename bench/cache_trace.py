@@ -19,7 +19,6 @@ from radixkv.cache import PrefixCache
 from radixkv.report.trace import BLOCK_TOKENS, TraceRequest, read_trace
 
 BLOCK_SIZE = 16
-_MOST_BLOCKS = np.iinfo(np.int32).max // BLOCK_TOKENS
 Tokens = NDArray[np.int32]
 
 
@@ -106,18 +105,29 @@ def synthetic_requests(count: int, seed: int = 0) -> list[TraceRequest]:
 
 
 def expand(requests: Sequence[TraceRequest]) -> list[Tokens]:
-    """Each request's prompt as tokens: read-only int32 ``[input_length]``.  Block number h becomes tokens h*512 to h*512+511.
+    """Each request's prompt as tokens: read-only int32 ``[input_length]``.  Every distinct block gets a range of tokens of its own.
 
-    Blocks are numbered as they first appear, since ids may be 64-bit hashes and tokens are int32.
+    Ranges are given out as blocks first appear, since ids may be 64-bit hashes and tokens are int32.  A block of another namespace
+    is another block, and so is a partial last block that has no id.  Raises ValueError where the tokens don't suffice.
     """
-    number: dict[int, int] = {}
-    within = np.arange(BLOCK_TOKENS, dtype=np.int32)
-    prompts = []
+    first_token: dict[tuple[str, int, int | str], int] = {}
+    unused = 0
+    prompts: list[Tokens] = []
     for request in requests:
-        blocks = np.array([number.setdefault(i, len(number)) for i in request.hash_ids], dtype=np.int64)
-        if len(number) > _MOST_BLOCKS:
-            raise ValueError(f"hash_ids: at most {_MOST_BLOCKS:,} distinct blocks can be told apart as int32 tokens, got more")
-        tokens = ((blocks * BLOCK_TOKENS).astype(np.int32)[:, None] + within).ravel()[: request.input_length].copy()
+        size, starts = request.block_tokens, list[int]()
+        for block in request.hash_ids:
+            start = first_token.setdefault((request.namespace, size, block), unused)
+            unused += size * (start == unused)
+            starts.append(start)
+        if len(starts) * size < request.input_length:
+            starts.append(unused)
+            unused += size
+        if unused > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"hash_ids: {len(first_token):,} distinct blocks of {size} tokens are more than int32 tokens can tell apart"
+            )
+        blocks: Tokens = np.array(starts, dtype=np.int32)[:, None] + np.arange(size, dtype=np.int32)
+        tokens = blocks.ravel()[: request.input_length].copy()
         tokens.flags.writeable = False
         prompts.append(tokens)
     return prompts

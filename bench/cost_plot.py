@@ -50,11 +50,11 @@ def _panel(panel: Panel) -> str:
     for value in x_ticks:
         x = f"{x_of(value):.1f}"
         parts.append(f'<path d="M{x} {TOP}V{bottom}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{value:,g}</text>')
+        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{value:,.12g}</text>')
     for value in y_ticks:
         y = f"{y_of(value):.1f}"
         parts.append(f'<path d="M{LEFT} {y}H{right}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{value:,g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y}" dy="4" text-anchor="end">{value:,.12g}</text>')
     middle = (TOP + bottom) / 2
     parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(panel.x_label)}</text>')
     parts.append(f'<text transform="translate(16,{middle}) rotate(-90)" text-anchor="middle">{escape(panel.y_label)}</text>')
@@ -63,9 +63,7 @@ def _panel(panel: Panel) -> str:
         places = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line]
         parts.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += (f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in (place.split(",") for place in places))
-        parts.append(
-            f'<text x="{right - 6}" y="{bottom - 8 - 15 * number}" fill="{colour}" text-anchor="end">{escape(name)}</text>'
-        )
+        parts.append(f'<text x="{LEFT + LEGEND_STEP * number}" y="40" fill="{colour}">{escape(name)}</text>')
     return "".join(parts)
 
 
