@@ -101,19 +101,17 @@ def run_trace(
 
 
 def trace_figures(name: str, folder: Path | None, rounds: list[Figures], by_operation: Figures) -> Figures:
-    """A contender's row: mean, median and 99th percentile of its requests, each request's time the median over the rounds.
-
-    Every round does the same work, so what takes long in one round only was another program.
-    """
+    """A contender's row: medians over its rounds of a request's mean, median and 99th percentile, and of its processor time."""
     each = [result["microseconds"] for result in rounds]
-    requests = [statistics.median(times) for times in zip(*each, strict=True)]
     return {
         "version": cache_peers.version(name.partition("-")[0], folder) if folder else None,
         "rounds": len(rounds),
-        "mean_us": statistics.fmean(requests),
+        "mean_us": statistics.median(map(statistics.fmean, each)),
         "mean_us_by_round": list(map(statistics.fmean, each)),
-        "p50_us": statistics.median(requests),
-        "p99_us": percentile(requests, 99),
+        "cpu_us": statistics.median(result["cpu_us"] for result in rounds),
+        "cpu_us_by_round": [result["cpu_us"] for result in rounds],
+        "p50_us": statistics.median(map(statistics.median, each)),
+        "p99_us": statistics.median(percentile(times, 99) for times in each),
         "hit_share": rounds[0]["hit_share"],
         "operations_us": by_operation["operations"],
     }
@@ -122,25 +120,24 @@ def trace_figures(name: str, folder: Path | None, rounds: list[Figures], by_oper
 def print_trace(console: Console, figures: Figures) -> None:
     """One row a contender, and what the figures do and don't tell."""
     source = figures["trace"] or "a synthetic trace (give --trace FILE for a recorded one)"
-    right = [Column(name, justify="right") for name in ("us/request", "x ours", "p50", "p99", "hit share")]
+    right = [Column(name, justify="right") for name in ("us/request", "x ours", "CPU us", "x ours", "p50", "p99", "hit share")]
     table = Table(
         Column("cache"), *right, Column("us by operation", overflow="fold"), title_justify="left",
         title=f"{source}: {figures['requests']:,} requests, mean {figures['mean_tokens']:,.0f} tokens, "
         f"capacity {figures['capacity_tokens']:,} tokens, blocks of {figures['block_size']}",
     )  # fmt: skip
-    ours = figures["contenders"]["radixkv"]["mean_us"]
+    ours = figures["contenders"]["radixkv"]
     for name, row in figures["contenders"].items():
-        table.add_row(
-            TITLES[name].format(row["version"]), f"{row['mean_us']:,.1f}", f"{row['mean_us'] / ours:.1f}", f"{row['p50_us']:,.1f}",
-            f"{row['p99_us']:,.1f}", f"{row['hit_share']:.4f}",
-            ", ".join(f"{operation} {us:,.1f}" for operation, us in row["operations_us"].items()),
-        )  # fmt: skip
+        costs = [text for of in ("mean_us", "cpu_us") for text in (f"{row[of]:,.1f}", f"{row[of] / ours[of]:.1f}")]
+        operations = ", ".join(f"{operation} {us:,.1f}" for operation, us in row["operations_us"].items())
+        spread = (f"{row['p50_us']:,.1f}", f"{row['p99_us']:,.1f}")
+        table.add_row(TITLES[name].format(row["version"]), *costs, *spread, f"{row['hit_share']:.4f}", operations)
     console.print(table)
     rounds = ", ".join(f"{name} {row['rounds']}" for name, row in figures["contenders"].items())
     console.print(
-        "One request at a time, one thread, a fresh process each round, the caches in turn; a request's time is the median of its "
-        f"rounds ({rounds}). The operations are means "
-        "of a further round that reads the clock after each of them. Compare within a run only."
+        "One request at a time, one thread, a fresh process each round, the caches in turn; medians of the rounds "
+        f"({rounds}). us: by the clock on the wall, whatever else the machine did. CPU us: what the processor spent on it. The "
+        "operations are means of a further round that reads the clock after each of them. Compare within a run only."
     )
     console.print(
         "radixkv: with attribution, every request's missed tokens are counted by reason; spelling a miss out is left out."

@@ -93,6 +93,7 @@ def test_a_round_hits_what_a_search_through_all_earlier_prompts_finds(by_operati
     )  # fmt: skip
     assert result["hit_share"] == naive_hits(prompts) / tokens
     assert len(result["microseconds"]) == 40
+    assert result["cpu_us"] > 0
     if by_operation:
         assert list(result["operations"]) == ["acquire", "publish", "release"]
         assert 0 < sum(result["operations"].values()) <= np.mean(result["microseconds"])
