@@ -439,8 +439,6 @@ class RadixTree:
         self.num_evicted_blocks += count
         if self.num_remembered_blocks > self.remember_blocks or len(self._remembering) > 2 * self.remember_blocks + 16:
             self._forget_oldest()
-        if self.order.num_entries > 2 * self.num_nodes + 64:
-            self.order.sweep()
         return taken
 
     def _emptied(self, leaf: Node) -> None:
