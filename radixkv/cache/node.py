@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from struct import unpack_from
 from typing import NamedTuple
 
 from radixkv.cache.block_pool import PackedIds
 from radixkv.cache.retention import Hold
 from radixkv.cache.siblings import Siblings
-from radixkv.cache.tokens import NO_TOKENS, Tokens
+from radixkv.cache.tokens import NO_TOKENS, Tokens, as_edge, edge_tokens
 
 
 class EvictionStamp(NamedTuple):
@@ -27,16 +28,17 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "children", "evicted", "last_use", "live_children", "lock_count", "num_blocks", "parent", "retention", "start",
-        "tokens", "uses",
+        "blocks", "children", "edge", "evicted", "last_use", "live_children", "lock_count", "num_blocks", "num_tokens", "parent",
+        "retention", "start", "uses",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: PackedIds) -> None:
         self.parent = parent
         self.start = start
         """Blocks before this edge on the way from the root."""
-        self.tokens = tokens
-        """int32, at least ``num_blocks * block_size`` of them."""
+        self.edge = as_edge(tokens)
+        self.num_tokens = len(tokens)
+        """Of the edge: at least ``num_blocks * block_size``."""
         self.blocks = blocks
         self.num_blocks = len(blocks) // 4
         self.children: dict[int, Node | Siblings] | None = None
@@ -52,6 +54,23 @@ class Node:
         self.evicted: EvictionStamp | None = None
         """When the first remembered block was evicted."""
         self.retention: Hold | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """The edge's tokens, int32 ``[num_tokens]``, read-only."""
+        return edge_tokens(self.edge)
+
+    @tokens.setter
+    def tokens(self, tokens: Tokens) -> None:
+        self.edge = as_edge(tokens)
+        self.num_tokens = len(tokens)
+
+    @property
+    def first_token(self) -> int:
+        """What the parent files this node under."""
+        edge = self.edge
+        first: int = unpack_from("i", edge)[0] if isinstance(edge, bytes) else edge.item(0)
+        return first
 
     def __lt__(self, other: Node) -> bool:
         """Nodes whose keys are equal in an eviction order may be evicted in any order."""

@@ -411,7 +411,7 @@ class PrefixCache:
         size, node, prompt = self.block_size, lease._node, lease._prompt
         self._prefilling.discard(lease)
         published = lease._num_published * size
-        if published < lease.num_computed_tokens and len(node.tokens) == node.num_blocks * size:
+        if published < lease.num_computed_tokens and node.num_tokens == node.num_blocks * size:
             tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
             if len(tail):
                 self.tree.remember_tail(node, tail)

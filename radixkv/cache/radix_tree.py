@@ -14,7 +14,7 @@ from radixkv.cache.eviction import EvictionOrder, EvictionPolicy, is_evictable
 from radixkv.cache.node import EvictionStamp, Node, Root
 from radixkv.cache.retention import Retention
 from radixkv.cache.siblings import Siblings
-from radixkv.cache.tokens import Tokens, common_prefix, keep
+from radixkv.cache.tokens import Tokens, common_prefix
 
 
 class Match(NamedTuple):
@@ -94,7 +94,7 @@ class RadixTree:
                 break
             rest = tokens[position:] if position else tokens
             edge = entry.closest(rest) if isinstance(entry, Siblings) else entry
-            common = common_prefix(edge.tokens, rest)
+            common = common_prefix(edge.edge, rest)
             whole, live = common // size, edge.num_blocks
             if whole < live:  # the prompt leaves the tree inside this edge
                 rows = common - whole * size
@@ -109,7 +109,7 @@ class RadixTree:
                 pieces.append(edge.blocks)
                 node, offset = edge, live
                 position += live * size
-            if len(edge.tokens) > live * size:
+            if edge.num_tokens > live * size:
                 break  # what comes next is remembered at most
             edge = None
         return Match(node, offset, pieces, position // size, partial, rows, edge, common if edge is not None else 0)
@@ -117,7 +117,7 @@ class RadixTree:
     def recall(self, edge: Node, tokens: Tokens) -> tuple[Node, int]:
         """Follow remembered tokens on from the end of ``edge``: the node where they part from ``tokens``, and what they share of
         its edge."""
-        common = len(edge.tokens)
+        common = edge.num_tokens
         while edge.children:
             rest = tokens[edge.start * self.block_size + common :]
             child = edge.children.get(rest.item(0)) if len(rest) else None
@@ -125,8 +125,8 @@ class RadixTree:
                 child = child.closest(rest)
             if child is None:
                 break
-            edge, common = child, common_prefix(child.tokens, rest)
-            if common < len(edge.tokens):
+            edge, common = child, common_prefix(child.edge, rest)
+            if common < edge.num_tokens:
                 break
         return edge, common
 
@@ -219,8 +219,8 @@ class RadixTree:
                 if self._is_growable(node, 1, retention):
                     self._grow(node, tokens, end, blocks)
                     return node, []
-                if len(node.tokens) > node.num_blocks * self.block_size:
-                    node.tokens = keep(node.tokens[: node.num_blocks * self.block_size])
+                if node.num_tokens > node.num_blocks * self.block_size:
+                    node.tokens = node.tokens[: node.num_blocks * self.block_size]
             elif tokens.item(first * self.block_size) in children:
                 return self._merge(node, tokens, first, last, end, blocks, retention)
             leaf = self._add_leaf(node, tokens, first, end, blocks)
@@ -237,14 +237,14 @@ class RadixTree:
         known: list[PackedIds] = []
         while at < last:
             own_locks = 1 if node is caller else 0
-            if len(node.tokens) > node.num_blocks * size:
+            if node.num_tokens > node.num_blocks * size:
                 at += self._revive(node, own_locks, tokens, at, last, end, blocks[4 * (at - first) :], retention)
                 if at == last:
                     break
             child = self._child(node, tokens[at * size : end])
-            common = common_prefix(child.tokens, tokens[at * size : end]) if child is not None else 0
+            common = common_prefix(child.edge, tokens[at * size : end]) if child is not None else 0
             if child is None or common < size:
-                if child is not None and len(child.tokens) < size:
+                if child is not None and child.num_tokens < size:
                     self._forget(child)  # less than a block, and in the way of one that begins alike
                 if not node.children and self._is_growable(node, own_locks, retention):
                     self._grow(node, tokens, end, blocks[4 * (at - first) :])
@@ -292,7 +292,7 @@ class RadixTree:
         if at + whole == last:
             pass  # the sequence ends on this edge
         elif common == len(rest) and not node.children:
-            self._set_tokens(node, keep(tokens[node.start * size : end]))
+            self._set_tokens(node, tokens[node.start * size : end])
             self._append(node, blocks[4 * whole :])
             return last - at
         elif len(rest) - whole * size < size:
@@ -310,7 +310,7 @@ class RadixTree:
 
     def _grow(self, node: Node, tokens: Tokens, end: int, blocks: PackedIds) -> None:
         """Lengthen a leaf's edge: a growing sequence stays one node, however many blocks it publishes."""
-        node.tokens = keep(tokens[node.start * self.block_size : end])
+        node.tokens = tokens[node.start * self.block_size : end]
         self._append(node, blocks)
 
     def _append(self, node: Node, blocks: PackedIds) -> None:
@@ -330,7 +330,7 @@ class RadixTree:
         self._recount(node, remembered)
 
     def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: PackedIds) -> Node:
-        leaf = Node(parent, first, keep(tokens[first * self.block_size : end]), blocks)
+        leaf = Node(parent, first, tokens[first * self.block_size : end], blocks)
         self._file(parent, leaf)
         parent.live_children += 1
         self.num_nodes += 1
@@ -341,7 +341,7 @@ class RadixTree:
         """Put ``child`` among its parent's children, none of which begins with the same block."""
         if parent.children is None:
             parent.children = {}
-        first = child.tokens.item(0)
+        first = child.first_token
         present = parent.children.get(first)
         if present is None:
             parent.children[first] = child
@@ -355,7 +355,7 @@ class RadixTree:
         parent = child.parent
         assert parent is not None
         assert parent.children is not None
-        first = child.tokens.item(0)
+        first = child.first_token
         present = parent.children[first]
         if isinstance(present, Siblings):
             present.remove(child)
@@ -376,13 +376,13 @@ class RadixTree:
         """Cut ``node``'s edge after ``offset`` of its blocks; ``node`` keeps the lower part, its identity and its leases."""
         parent, cut = node.parent, offset * self.block_size
         assert parent is not None
-        upper = Node(parent, node.start, keep(node.tokens[:cut]), node.blocks[: 4 * offset])
+        upper = Node(parent, node.start, node.tokens[:cut], node.blocks[: 4 * offset])
         upper.last_use = node.last_use
         upper.lock_count = 1 if node.lock_count else 0
         upper.live_children = 1
         upper.retention = node.retention
         assert parent.children is not None
-        first = node.tokens.item(0)
+        first = node.first_token
         entry = parent.children[first]
         if isinstance(entry, Siblings):
             entry.add(upper)  # begins with the same block, so it takes the place of ``node``
@@ -390,10 +390,10 @@ class RadixTree:
             parent.children[first] = upper
         node.parent = upper
         node.start += offset
-        node.tokens = keep(node.tokens[cut:])
+        node.tokens = node.tokens[cut:]
         node.blocks = node.blocks[4 * offset :]
         node.num_blocks -= offset
-        upper.children = {node.tokens.item(0): node}
+        upper.children = {node.first_token: node}
         self.num_nodes += 1
         return upper
 
@@ -426,11 +426,11 @@ class RadixTree:
             if self.remember_blocks:
                 if leaf.evicted is None:
                     self._remembering.append(leaf)
-                    live = -(-len(leaf.tokens) // self.block_size) - leaf.num_blocks
+                    live = -(-leaf.num_tokens // self.block_size) - leaf.num_blocks
                 leaf.evicted = stamp
                 self.num_remembered_blocks += live
             elif leaf.num_blocks:
-                leaf.tokens = keep(leaf.tokens[: leaf.num_blocks * self.block_size])
+                leaf.tokens = leaf.tokens[: leaf.num_blocks * self.block_size]
             if not leaf.num_blocks:
                 self._emptied(leaf)
         count = n - missing
@@ -458,12 +458,12 @@ class RadixTree:
 
     def _remembered(self, node: Node) -> int:
         """Evicted blocks whose tokens the node's edge remembers, an incomplete last one among them."""
-        return -(-len(node.tokens) // self.block_size) - node.num_blocks if node.evicted is not None else 0
+        return -(-node.num_tokens // self.block_size) - node.num_blocks if node.evicted is not None else 0
 
     def _recount(self, node: Node, before: int) -> None:
         """Keep the count of remembered blocks right: ``before`` were the node's before a change."""
         if node.evicted is not None:
-            if len(node.tokens) == node.num_blocks * self.block_size:
+            if node.num_tokens == node.num_blocks * self.block_size:
                 node.evicted = None
             self.num_remembered_blocks += self._remembered(node) - before
 
@@ -475,7 +475,7 @@ class RadixTree:
     def _split_remembered(self, node: Node, offset: int) -> None:
         """Cut ``node``'s edge after ``offset`` blocks, where its remembered ones begin or later; ``node`` keeps the upper part."""
         cut = offset * self.block_size
-        lower = Node(node, node.start + offset, keep(node.tokens[cut:]), b"")
+        lower = Node(node, node.start + offset, node.tokens[cut:], b"")
         lower.uses = node.uses  # all went up to ``node``, which keeps them
         lower.children = node.children
         for child in lower.all_children():
@@ -483,14 +483,14 @@ class RadixTree:
         lower.evicted = node.evicted or EvictionStamp(0.0, 0)
         self._remembering.append(lower)
         self.num_remembered_blocks += self._remembered(lower)
-        self._set_tokens(node, keep(node.tokens[:cut]))
-        node.children = {lower.tokens.item(0): lower}
+        self._set_tokens(node, node.tokens[:cut])
+        node.children = {lower.first_token: lower}
 
     def remember_tail(self, node: Node, tokens: Tokens) -> None:
         """Remember ``tokens``, fewer than a block, as having followed ``node``, whose blocks the caller has locked."""
-        if len(node.tokens) > node.num_blocks * self.block_size or self._child(node, tokens) is not None:
+        if node.num_tokens > node.num_blocks * self.block_size or self._child(node, tokens) is not None:
             return  # something else that begins alike is remembered there: that will do
-        tail = Node(node, node.start + node.num_blocks, keep(tokens), b"")
+        tail = Node(node, node.start + node.num_blocks, tokens, b"")
         tail.evicted = EvictionStamp(0.0, 0)
         self._remembering.append(tail)
         self.num_remembered_blocks += 1
@@ -515,10 +515,10 @@ class RadixTree:
         for step in below:
             live = step.num_blocks
             if step.evicted is not None:
-                self.num_remembered_blocks -= -(-len(step.tokens) // self.block_size) - live
+                self.num_remembered_blocks -= -(-step.num_tokens // self.block_size) - live
                 step.evicted = None
             if live:
-                step.tokens = keep(step.tokens[: live * self.block_size])
+                step.tokens = step.tokens[: live * self.block_size]
                 continue
             parent = step.parent
             self._unfile(step)
@@ -559,8 +559,8 @@ class RadixTree:
                 continue
             num_remembered += self._remembered(node)
             assert node.uses >= 0, "uses were handed up twice"
-            assert len(node.tokens) > 0, "a node is empty"
-            assert len(node.tokens) >= node.num_blocks * size, "a block has no tokens"
+            assert node.num_tokens > 0, "a node is empty"
+            assert node.num_tokens >= node.num_blocks * size, "a block has no tokens"
             assert len(node.blocks) == 4 * node.num_blocks, "a node's blocks were miscounted"
             assert node.evicted is None or node in remembering, "remembered tokens would never be forgotten"
             if not node.num_blocks:
@@ -570,7 +570,7 @@ class RadixTree:
             num_nodes += 1
             seen.append(node.blocks)
             if node.evicted is None:
-                assert len(node.tokens) - node.num_blocks * size < size, "a whole block is remembered that was not evicted"
+                assert node.num_tokens - node.num_blocks * size < size, "a whole block is remembered that was not evicted"
             if node.lock_count == 0:
                 num_unlocked += node.num_blocks
             assert (node in leaves) == is_evictable(node), "the eviction order's leaves are not the unlocked leaves"
@@ -588,15 +588,16 @@ class RadixTree:
         assert node.lock_count >= sum(child.lock_count > 0 for child in children), "a locked node's parent is not locked"
         assert node.live_children == sum(child.num_blocks > 0 for child in children), "children with blocks were miscounted"
         if children:
-            assert len(node.tokens) % size == 0, "children hang behind an incomplete block"
+            assert node.num_tokens % size == 0, "children hang behind an incomplete block"
         if node.live_children:
-            assert len(node.tokens) == node.num_blocks * size, "a block hangs below one that was evicted"
+            assert node.num_tokens == node.num_blocks * size, "a block hangs below one that was evicted"
         for first, entry in (node.children or {}).items():
             for child in entry if isinstance(entry, Siblings) else (entry,):
                 assert child.parent is node, "a child's parent is another node"
-                assert child.start == node.start + len(node.tokens) // size, "a node's start is wrong"
+                assert child.start == node.start + node.num_tokens // size, "a node's start is wrong"
                 assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
-                assert child.tokens.item(0) == first, "a child is filed under another key"
+                assert child.num_tokens == len(child.tokens), "an edge's tokens were miscounted"
+                assert child.first_token == first, "a child is filed under another key"
                 if isinstance(entry, Siblings):
                     assert entry.closest(child.tokens) is child, "a child is filed under another key"
         firsts = [child.tokens[:size].tobytes() for child in children]

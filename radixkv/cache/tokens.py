@@ -49,16 +49,37 @@ def keep(tokens: Tokens) -> Tokens:
     return tokens
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Leading tokens that two arrays share, in O(that number) compared as memory."""
-    n = len(a)
-    if len(b) < n:
-        n = len(b)
+Edge = Tokens | bytes
+"""An edge's tokens as a node keeps them: an array, or its bytes where it is short, because a small array takes 150 bytes more."""
+
+_SHORT = 128
+
+
+def as_edge(tokens: Tokens) -> Edge:
+    """``tokens`` to be kept by a node: see :func:`keep`."""
+    return tokens.tobytes() if len(tokens) <= _SHORT else keep(tokens)
+
+
+def edge_tokens(edge: Edge) -> Tokens:
+    """The tokens of an edge, int32, read-only."""
+    return np.frombuffer(edge, dtype=np.int32) if isinstance(edge, bytes) else edge
+
+
+def common_prefix(edge: Edge, tokens: Tokens) -> int:
+    """Leading tokens that an edge and an array share, in O(that number) compared as memory."""
+    n = len(tokens)
+    if isinstance(edge, bytes):
+        ours = tokens[: len(edge) >> 2].tobytes()
+        if ours == edge:
+            return len(edge) >> 2
+        edge = np.frombuffer(edge, dtype=np.int32)
+    if len(edge) < n:
+        n = len(edge)
     start, stop = 0, _FIRST
     while stop < n:
-        at: int = (a[start:stop] != b[start:stop]).tobytes().find(1)
+        at: int = (edge[start:stop] != tokens[start:stop]).tobytes().find(1)
         if at >= 0:
             return start + at
         start, stop = stop, 4 * stop
-    at = (a[start:n] != b[start:n]).tobytes().find(1)
+    at = (edge[start:n] != tokens[start:n]).tobytes().find(1)
     return n if at < 0 else start + at

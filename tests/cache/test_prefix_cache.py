@@ -301,7 +301,7 @@ def break_root_lock(cache: PrefixCache, lease: Lease) -> None:
 
 def break_dtype(cache: PrefixCache, lease: Lease) -> None:
     node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node.tokens = node.tokens.astype(np.int64)
+    node.edge = node.tokens.astype(np.int64)
 
 
 def break_size(cache: PrefixCache, lease: Lease) -> None:
