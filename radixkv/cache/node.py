@@ -83,6 +83,12 @@ class Node:
             else:
                 yield child
 
+    def any_child(self) -> Node:
+        """One of the children; there must be some."""
+        assert self.children is not None
+        child = next(iter(self.children.values()))
+        return next(iter(child)) if isinstance(child, Siblings) else child
+
     def path(self) -> list[Node]:
         """The nodes from the namespace's root down to this one."""
         nodes = [self]

@@ -20,7 +20,7 @@ from radixkv.cache.node import Node, Root
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
-from radixkv.cache.tokens import Tokens, as_tokens, keep
+from radixkv.cache.tokens import Tokens, as_tokens
 
 
 class BlockCopy(NamedTuple):
@@ -167,7 +167,7 @@ class PrefixCache:
         if self._retains:
             tree.refresh_retention(node, now)
         if finding is not None:
-            lease._prompt = keep(tokens)
+            lease._prompt = tokens.copy() if tokens.flags.writeable else tokens
             lease._finding = finding
             if end // size > cached_blocks:
                 self._prefilling.add(lease)
@@ -225,7 +225,7 @@ class PrefixCache:
             self._unwritten.append(own.copy())
         lease._node = node
         lease._num_published = last
-        if lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
+        if self._prefilling and lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
             self._prefilling.remove(lease)
         if self._listeners and len(own):
             start = (last - len(own)) * self.block_size
@@ -271,7 +271,13 @@ class PrefixCache:
             self._drop_copies(lease)
         node, published = lease._node, lease._num_published
         if lease._finding is not None:
-            self._last_look(lease, lease._finding)
+            if self._prefilling:
+                self._prefilling.discard(lease)
+            leaves_tail = (
+                node.num_tokens == node.num_blocks * self.block_size and published * self.block_size < lease.num_computed_tokens
+            )
+            if leaves_tail or self.tree.num_namespaces > 1:
+                self._last_look(lease, lease._finding)
         self.tree.touch(node)
         if lease._retention is not None and node.num_blocks:
             node.retention = lease._retention.hold(self._clock())
@@ -409,7 +415,6 @@ class PrefixCache:
     def _last_look(self, lease: Lease, finding: Finding) -> None:
         """At the end of a sequence: what it leaves behind for later attributions, and what other namespaces had."""
         size, node, prompt = self.block_size, lease._node, lease._prompt
-        self._prefilling.discard(lease)
         published = lease._num_published * size
         if published < lease.num_computed_tokens and node.num_tokens == node.num_blocks * size:
             tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
