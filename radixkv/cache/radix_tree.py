@@ -236,15 +236,17 @@ class RadixTree:
         """:meth:`insert` where some of the tokens may be in the tree or remembered."""
         size = self.block_size
         node, at = caller, first
+        ahead = -1  # tokens from block ``at`` on that the node's remembered ones share with the sequence's; -1: not compared yet
         known: list[PackedIds] = []
         while at < last:
             own_locks = 1 if node is caller else 0
             if node.num_tokens > node.num_blocks * size:
-                at += self._revive(node, own_locks, tokens, at, last, end, blocks[4 * (at - first) :], retention)
+                at += self._revive(node, own_locks, tokens, at, last, end, blocks[4 * (at - first) :], retention, ahead)
                 if at == last:
                     break
-            child = self._child(node, tokens[at * size : end])
-            common = common_prefix(child.edge, tokens[at * size : end]) if child is not None else 0
+            rest = tokens[at * size : end]
+            child = self._child(node, rest)
+            common = common_prefix(child.edge, rest) if child is not None else 0
             if child is None or common < size:
                 if child is not None and child.num_tokens < size:
                     self._forget(child)  # less than a block, and in the way of one that begins alike
@@ -260,7 +262,8 @@ class RadixTree:
                 at += shared
                 if shared < child.num_blocks:
                     child = self._split(child, shared)
-            node = child
+                common -= shared * size
+            node, ahead = child, common
         if node is not caller:
             self.lock(node)
             self.unlock(caller)
@@ -276,6 +279,7 @@ class RadixTree:
         end: int,
         blocks: PackedIds,
         retention: Retention | None,
+        ahead: int,
     ) -> int:
         """Give remembered blocks of ``node``'s edge their K/V again where the sequence goes on as they do; return how many blocks.
 
@@ -283,21 +287,21 @@ class RadixTree:
         """
         size = self.block_size
         live = node.num_blocks
-        rest = node.tokens[live * size :]
+        length = node.num_tokens - live * size
         if live and not self._is_growable(node, own_locks, retention):
             common = whole = 0  # other sequences end here: their locks must not cover more blocks
         else:
-            common = common_prefix(rest, tokens[at * size : end])
+            common = ahead if ahead >= 0 else common_prefix(node.tokens[live * size :], tokens[at * size : end])
             whole = min(common // size, last - at)
         if whole:
             self._append(node, blocks[: 4 * whole])
         if at + whole == last:
             pass  # the sequence ends on this edge
-        elif common == len(rest) and not node.children:
+        elif common == length and not node.children:
             self._set_tokens(node, tokens[node.start * size : end])
             self._append(node, blocks[4 * whole :])
             return last - at
-        elif len(rest) - whole * size < size:
+        elif length - whole * size < size:
             self._set_tokens(node, node.tokens[: (live + whole) * size])
         else:
             self._split_remembered(node, live + whole)
