@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python -P
 PYTEST := $(RUN) -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint fuzz bench clean
 
 demo: $(STAMP)  ## few-shot batch, agent loop and parallel sampling on a real model, with and without the cache
 	$(RUN) examples/demo.py
@@ -24,6 +24,9 @@ lint: $(STAMP)  ## style, types, and which part may import which
 	rm -rf build/lint && mkdir -p build/lint && cp -R radixkv bench build/lint && cp -R kernels server build/lint/radixkv
 	cd build/lint && MYPYPATH=. ../../$(VENV)/bin/mypy --config-file ../../pyproject.toml -p radixkv -p bench
 	cd build/lint && PYTHONPATH=. ../../$(VENV)/bin/lint-imports ../../pyproject.toml --no-cache
+
+fuzz: $(STAMP)  ## 1,000,000 random operations of the prefix cache against naive models, about 20 minutes
+	RADIXKV_FUZZ_EXAMPLES=25000 $(RUN) -m pytest tests/cache/test_prefix_cache_properties.py
 
 bench: $(STAMP)  ## the three serving workloads against a server started for them
 	$(VENV)/bin/python -m bench local

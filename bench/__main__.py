@@ -6,8 +6,10 @@ import importlib
 import sys
 
 BENCHES = {
+    "cache": "the prefix cache's bookkeeping: microseconds a request beside its peers', and how costs grow with size",
     "cpu-kernels": "the native CPU kernels: matrix products and paged attention against the memory's speed",
     "local": "the serving benchmark against a radixkv server started for it",
+    "order": "hit tokens of each queue policy as a share of the optimum, when a burst exceeds the cache",
     "serving": "an OpenAI-compatible server under a shared prefix, agent loops, and prompts that share nothing",
 }
 

@@ -131,7 +131,7 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestOutput]:
-        batch = self.scheduler.schedule(time.monotonic())
+        batch = self.scheduler.schedule()
         if not batch.sequences:
             return []
         started = time.monotonic()

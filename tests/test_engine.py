@@ -141,8 +141,8 @@ def test_ctrl_c_anywhere_in_a_step_leaves_nothing_locked_and_nothing_cached_that
     owner, name = operator.attrgetter(where.rpartition(".")[0])(engine) if "." in where else engine, where.rpartition(".")[2]
     real = getattr(owner, name)
 
-    def interrupt(*args):
-        real(*args)
+    def interrupt(*args, **kwargs):
+        real(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

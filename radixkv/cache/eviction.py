@@ -109,14 +109,20 @@ class EvictionOrder:
         self._heap: list[tuple[float, int, Node]] = []
         self._retained: list[tuple[int, float, int, Node, Hold]] = []
         self._deadlines: list[tuple[float, int, Node, Hold]] = []
+        self._sweep_at = 64
 
     def push(self, leaf: Node) -> None:
         hold = leaf.retention
         if hold is None:
-            heappush(self._heap, (self.policy.value(leaf), leaf.last_use, leaf))
+            heap = self._heap
+            heappush(heap, (self.policy.value(leaf), leaf.last_use, leaf))
+            if len(heap) > self._sweep_at:
+                self._sweep()
         else:
             heappush(self._retained, (hold.priority, self.policy.value(leaf), leaf.last_use, leaf, hold))
             heappush(self._deadlines, (hold.until, leaf.last_use, leaf, hold))
+            if len(self._deadlines) > self._sweep_at:
+                self._sweep()
 
     def victim(self, now: float) -> Node | None:
         """The least valuable leaf at ``now`` seconds; it stays until its blocks are gone.  None where there is none."""
@@ -148,18 +154,15 @@ class EvictionOrder:
                 if leaf.last_use == last_use and is_evictable(leaf):
                     self.push(leaf)
 
-    @property
-    def num_entries(self) -> int:
-        return len(self._heap) + len(self._deadlines)
-
-    def sweep(self) -> None:
-        """Drop the stale entries.  O(entries)."""
+    def _sweep(self) -> None:
+        """Drop the stale entries, until there are twice as many as the valid ones again."""
         self._heap = [e for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None]
         self._retained = [e for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]]
         self._deadlines = [e for e in self._deadlines if e[3] is e[2].retention]
         heapify(self._heap)
         heapify(self._retained)
         heapify(self._deadlines)
+        self._sweep_at = 2 * max(len(self._heap), len(self._deadlines)) + 64
 
     def leaves(self) -> set[Node]:
         """Every leaf that has a valid entry.  O(entries); for checks."""

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from radixkv.cache.node import EvictionStamp
-from radixkv.cache.tokens import Tokens
+from radixkv.cache.tokens import Edge, Tokens, edge_tokens
 
 MissReason = Literal["new", "diverged", "evicted", "partial_block", "in_flight", "last_token", "namespace"]
 
@@ -68,7 +68,7 @@ class Finding(NamedTuple):
     anyway."""
     position: int
     """Tokens of the prompt that were known."""
-    theirs: Tokens
+    theirs: Edge
     """What an earlier sequence has from its token ``position - theirs_before`` on."""
     theirs_before: int
     stamp: EvictionStamp | None
@@ -80,7 +80,7 @@ class Finding(NamedTuple):
         parting = None
         if self.diverged:
             at, before = self.position, min(self.position, WINDOW)
-            theirs = self.theirs[self.theirs_before : self.theirs_before + WINDOW]
+            theirs = edge_tokens(self.theirs)[self.theirs_before : self.theirs_before + WINDOW]
             shared = prompt[at - before : at]
             parting = Parting(at, prompt[at - before : at + WINDOW], np.concatenate((shared, theirs)))
         stamp = self.stamp if self.evicted else None

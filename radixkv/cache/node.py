@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from struct import unpack_from
 from typing import NamedTuple
 
-import numpy as np
-
-from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.block_pool import PackedIds
 from radixkv.cache.retention import Hold
 from radixkv.cache.siblings import Siblings
-from radixkv.cache.tokens import NO_TOKENS, Tokens
-
-NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
-NO_BLOCKS.flags.writeable = False
+from radixkv.cache.tokens import NO_TOKENS, Tokens, as_edge, edge_tokens
 
 
 class EvictionStamp(NamedTuple):
@@ -32,19 +28,19 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "children", "evicted", "last_use", "live_children", "lock_count", "num_blocks", "parent", "retention", "start",
-        "tokens", "uses",
+        "blocks", "children", "edge", "evicted", "last_use", "live_children", "lock_count", "num_blocks", "num_tokens", "parent",
+        "retention", "start", "uses",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: BlockIds, num_blocks: int) -> None:
+    def __init__(self, parent: Node | None, start: int, tokens: Tokens, blocks: PackedIds) -> None:
         self.parent = parent
         self.start = start
         """Blocks before this edge on the way from the root."""
-        self.tokens = tokens
-        """int32, at least ``num_blocks * block_size`` of them."""
+        self.edge = as_edge(tokens)
+        self.num_tokens = len(tokens)
+        """Of the edge: at least ``num_blocks * block_size``."""
         self.blocks = blocks
-        """int32 ``[num_blocks]``."""
-        self.num_blocks = num_blocks
+        self.num_blocks = len(blocks) // 4
         self.children: dict[int, Node | Siblings] | None = None
         """By first token."""
         self.live_children = 0
@@ -59,6 +55,23 @@ class Node:
         """When the first remembered block was evicted."""
         self.retention: Hold | None = None
 
+    @property
+    def tokens(self) -> Tokens:
+        """The edge's tokens, int32 ``[num_tokens]``, read-only."""
+        return edge_tokens(self.edge)
+
+    @tokens.setter
+    def tokens(self, tokens: Tokens) -> None:
+        self.edge = as_edge(tokens)
+        self.num_tokens = len(tokens)
+
+    @property
+    def first_token(self) -> int:
+        """What the parent files this node under."""
+        edge = self.edge
+        first: int = unpack_from("i", edge)[0] if isinstance(edge, bytes) else edge.item(0)
+        return first
+
     def __lt__(self, other: Node) -> bool:
         """Nodes whose keys are equal in an eviction order may be evicted in any order."""
         return False
@@ -69,6 +82,12 @@ class Node:
                 yield from child
             else:
                 yield child
+
+    def any_child(self) -> Node:
+        """One of the children; there must be some."""
+        assert self.children is not None
+        child = next(iter(self.children.values()))
+        return next(iter(child)) if isinstance(child, Siblings) else child
 
     def path(self) -> list[Node]:
         """The nodes from the namespace's root down to this one."""
@@ -84,5 +103,5 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
-        super().__init__(None, 0, NO_TOKENS, NO_BLOCKS, 0)
+        super().__init__(None, 0, NO_TOKENS, b"")
         self.namespace = namespace

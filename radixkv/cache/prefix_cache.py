@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from radixkv.cache.attribution import attribute, found_elsewhere
-from radixkv.cache.block_pool import BlockIds, BlockPool
+from radixkv.cache.block_pool import BlockIds, BlockPool, PackedIds, unpack
 from radixkv.cache.events import Event, Evicted, Hit, Listener, Stored
 from radixkv.cache.eviction import EvictionPolicy, EvictionPolicyName, eviction_policy
 from radixkv.cache.lease import Lease
@@ -20,7 +20,7 @@ from radixkv.cache.node import Node, Root
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
-from radixkv.cache.tokens import Tokens, as_tokens, keep
+from radixkv.cache.tokens import Tokens, as_tokens
 
 
 class BlockCopy(NamedTuple):
@@ -157,8 +157,7 @@ class PrefixCache:
         if rows:
             self.pool.incref(np.array([match.partial_block], dtype=np.int32))
         fresh = self._take(needed, now)
-        pieces = match.blocks + fresh
-        table = np.concatenate(pieces) if len(pieces) != 1 else pieces[0].copy()
+        table = np.frombuffer(bytearray().join(match.blocks + fresh), dtype=np.int32)
         lease = Lease(node, namespace, table, cached_blocks, end + max_new_tokens, matched, matched if matched < end else end - 1)
         if rows:
             self._copies.append((lease, BlockCopy(match.partial_block, table.item(cached_blocks), rows)))
@@ -168,7 +167,7 @@ class PrefixCache:
         if self._retains:
             tree.refresh_retention(node, now)
         if finding is not None:
-            lease._prompt = keep(tokens)
+            lease._prompt = tokens.copy() if tokens.flags.writeable else tokens
             lease._finding = finding
             if end // size > cached_blocks:
                 self._prefilling.add(lease)
@@ -176,7 +175,7 @@ class PrefixCache:
             self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
         self._leases.add(lease)
         if self._listeners and cached_blocks:
-            self._tell(Hit(namespace, tokens[: cached_blocks * size], 0, table[:cached_blocks].copy()))
+            self._tell(Hit(namespace, tokens[: cached_blocks * size], 0, match.block_ids()))
         return lease
 
     def extend(self, lease: Lease, n: int = 1) -> bool:
@@ -192,7 +191,7 @@ class PrefixCache:
             end = lease._num_blocks + needed
             if end > len(lease._table):
                 lease._table = np.concatenate((lease.block_table, np.empty(end, dtype=np.int32)))
-            lease._table[lease._num_blocks : end] = np.concatenate(fresh)
+            lease._table[lease._num_blocks : end] = unpack(*fresh)
             lease._num_blocks = end
         lease.num_tokens += n
         return True
@@ -219,14 +218,14 @@ class PrefixCache:
         if last <= first or not self.enable_prefix_caching:
             return
         own = lease._table[first:last]
-        node, known = self.tree.insert(lease._node, tokens, first, last, num_computed, own, lease._retention)
+        node, known = self.tree.insert(lease._node, tokens, first, last, num_computed, own.tobytes(), lease._retention)
         if known:
             own = self._move_onto(lease, known, own)
         if not written:
             self._unwritten.append(own.copy())
         lease._node = node
         lease._num_published = last
-        if lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
+        if self._prefilling and lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
             self._prefilling.remove(lease)
         if self._listeners and len(own):
             start = (last - len(own)) * self.block_size
@@ -249,7 +248,7 @@ class PrefixCache:
         for _ in range(n):
             self.pool.incref(lease._table[lease._num_published : full])
             fresh = self._take(1 if rows else 0, self._clock())
-            table = np.concatenate((lease._table[:full], *fresh))
+            table = np.concatenate((lease._table[:full], unpack(*fresh)))
             child = Lease(
                 lease._node, lease.namespace, table, lease._num_published, num_tokens, num_tokens, lease.num_computed_tokens
             )
@@ -272,7 +271,13 @@ class PrefixCache:
             self._drop_copies(lease)
         node, published = lease._node, lease._num_published
         if lease._finding is not None:
-            self._last_look(lease, lease._finding)
+            if self._prefilling:
+                self._prefilling.discard(lease)
+            leaves_tail = (
+                node.num_tokens == node.num_blocks * self.block_size and published * self.block_size < lease.num_computed_tokens
+            )
+            if leaves_tail or self.tree.num_namespaces > 1:
+                self._last_look(lease, lease._finding)
         self.tree.touch(node)
         if lease._retention is not None and node.num_blocks:
             node.retention = lease._retention.hold(self._clock())
@@ -305,8 +310,7 @@ class PrefixCache:
             taken = self._evict(missing, self._clock())
             if not taken:
                 break
-            for blocks in taken:
-                self.pool.decref(blocks)
+            self.pool.decref(unpack(*taken))
         return self.pool.num_free - before
 
     def reset(self) -> None:
@@ -349,14 +353,14 @@ class PrefixCache:
             assert len(np.unique(lease.block_table)) == lease._num_blocks, "a lease holds a block twice"
             np.add.at(held, lease._table[lease._num_published : lease._num_blocks], 1)
             ends[id(lease._node)] = ends.get(id(lease._node), 0) + 1
-            published = np.concatenate([node.blocks for node in lease._node.path()])
+            published = unpack(*(node.blocks for node in lease._node.path()))
             assert np.array_equal(published, lease._table[: lease._num_published]), (
                 "a lease's table and the tree differ about its published blocks"
             )
         for _, copy in self._copies:
             held[copy.source] += 1
         for node in self.tree.nodes():
-            held[node.blocks] += 1
+            held[unpack(node.blocks)] += 1
             locked_children = sum(child.lock_count > 0 for child in node.all_children())
             assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
         wrong = np.flatnonzero(held != self.pool.refcounts())
@@ -374,27 +378,27 @@ class PrefixCache:
     def _is_unwritten(self, block: int) -> bool:
         return any((blocks == block).any() for blocks in self._unwritten)
 
-    def _take(self, n: int, now: float) -> list[BlockIds]:
+    def _take(self, n: int, now: float) -> list[PackedIds]:
         """``n`` blocks that are known to be available, in pieces; evicted ones are passed on as they are, counted once already."""
         pool = self.pool
         free = pool.num_free
         if n <= free:
-            return [pool.allocate(n)]
+            return [pool.allocate(n).tobytes()]
         if self._copies:  # an evicted block may be the source of a copy, and so not free yet
             self.evict(n - free)
-            return [pool.allocate(n)]
+            return [pool.allocate(n).tobytes()]
         taken = self._evict(n - free, now)
         if free:
-            taken.append(pool.allocate(free))
+            taken.append(pool.allocate(free).tobytes())
         return taken
 
-    def _evict(self, n: int, now: float) -> list[BlockIds]:
+    def _evict(self, n: int, now: float) -> list[PackedIds]:
         return self.tree.evict(n, now, self._tell_evicted if self._listeners else None)
 
-    def _move_onto(self, lease: Lease, known: list[BlockIds], own: BlockIds) -> BlockIds:
+    def _move_onto(self, lease: Lease, known: list[PackedIds], own: BlockIds) -> BlockIds:
         """Put blocks that the tree has already in the place of the lease's own; returns those of its own that remain."""
         self._drop_copies(lease)
-        theirs = np.concatenate(known)
+        theirs = unpack(*known)
         count, first = len(theirs), lease._num_published
         self.pool.decref(own[:count])
         lease._table[first : first + count] = theirs
@@ -411,9 +415,8 @@ class PrefixCache:
     def _last_look(self, lease: Lease, finding: Finding) -> None:
         """At the end of a sequence: what it leaves behind for later attributions, and what other namespaces had."""
         size, node, prompt = self.block_size, lease._node, lease._prompt
-        self._prefilling.discard(lease)
         published = lease._num_published * size
-        if published < lease.num_computed_tokens and len(node.tokens) == node.num_blocks * size:
+        if published < lease.num_computed_tokens and node.num_tokens == node.num_blocks * size:
             tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
             if len(tail):
                 self.tree.remember_tail(node, tail)
@@ -426,14 +429,15 @@ class PrefixCache:
         for listener in tuple(self._listeners):
             listener(event)
 
-    def _tell_evicted(self, leaf: Node, blocks: BlockIds) -> None:
+    def _tell_evicted(self, leaf: Node, packed: PackedIds) -> None:
         path = leaf.path()
         root = path[0]
         assert isinstance(root, Root)
         size = self.block_size
         start = (leaf.start + leaf.num_blocks) * size
+        blocks = unpack(packed)
         tokens: Tokens = np.concatenate([node.tokens for node in path])[: start + len(blocks) * size]
-        self._tell(Evicted(root.namespace, tokens, start, blocks.copy()))
+        self._tell(Evicted(root.namespace, tokens, start, blocks))
 
 
 def _unlocked_blocks(match: Match) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from struct import unpack_from
 from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.cache.block_pool import BlockIds
+from radixkv.cache.block_pool import BlockIds, PackedIds, unpack
 from radixkv.cache.eviction import EvictionOrder, EvictionPolicy, is_evictable
-from radixkv.cache.node import NO_BLOCKS, EvictionStamp, Node, Root
+from radixkv.cache.node import EvictionStamp, Node, Root
 from radixkv.cache.retention import Retention
 from radixkv.cache.siblings import Siblings
-from radixkv.cache.tokens import Tokens, common_prefix, keep
+from radixkv.cache.tokens import Tokens, common_prefix
+
+_new = tuple.__new__  # what Match(...) does in the end, at half the time
 
 
 class Match(NamedTuple):
@@ -23,7 +26,7 @@ class Match(NamedTuple):
     """Where its last whole block is, or the namespace's root."""
     offset: int
     """Whole blocks of ``node``'s edge that belong to the match."""
-    blocks: list[BlockIds]
+    blocks: list[PackedIds]
     """Ids of its whole blocks, a piece for each node, first to last."""
     num_blocks: int
     partial_block: int
@@ -38,8 +41,8 @@ class Match(NamedTuple):
         return self.num_blocks * block_size + self.partial_rows
 
     def block_ids(self) -> BlockIds:
-        """The whole blocks' ids, int32 ``[num_blocks]``, a copy."""
-        return np.concatenate(self.blocks) if self.blocks else np.empty(0, dtype=np.int32)
+        """The whole blocks' ids, int32 ``[num_blocks]``."""
+        return unpack(*self.blocks)
 
     def path(self) -> list[Node]:
         """The nodes from the namespace's root down to ``node``."""
@@ -81,7 +84,7 @@ class RadixTree:
         size = self.block_size
         node: Node = self._roots.get(namespace, self._nothing)
         end = len(tokens)
-        pieces: list[BlockIds] = []
+        pieces: list[PackedIds] = []
         position = offset = common = rows = 0
         partial = -1
         edge: Node | None = None
@@ -93,14 +96,14 @@ class RadixTree:
                 break
             rest = tokens[position:] if position else tokens
             edge = entry.closest(rest) if isinstance(entry, Siblings) else entry
-            common = common_prefix(edge.tokens, rest)
+            common = common_prefix(edge.edge, rest)
             whole, live = common // size, edge.num_blocks
             if whole < live:  # the prompt leaves the tree inside this edge
                 rows = common - whole * size
                 if rows:
-                    partial = edge.blocks.item(whole)
+                    (partial,) = unpack_from("i", edge.blocks, 4 * whole)
                 if whole:
-                    pieces.append(edge.blocks[:whole])
+                    pieces.append(edge.blocks[: 4 * whole])
                     node, offset = edge, whole
                     position += whole * size
                 break
@@ -108,15 +111,15 @@ class RadixTree:
                 pieces.append(edge.blocks)
                 node, offset = edge, live
                 position += live * size
-            if len(edge.tokens) > live * size:
+            if edge.num_tokens > live * size:
                 break  # what comes next is remembered at most
             edge = None
-        return Match(node, offset, pieces, position // size, partial, rows, edge, common if edge is not None else 0)
+        return _new(Match, (node, offset, pieces, position // size, partial, rows, edge, common if edge is not None else 0))
 
     def recall(self, edge: Node, tokens: Tokens) -> tuple[Node, int]:
         """Follow remembered tokens on from the end of ``edge``: the node where they part from ``tokens``, and what they share of
         its edge."""
-        common = len(edge.tokens)
+        common = edge.num_tokens
         while edge.children:
             rest = tokens[edge.start * self.block_size + common :]
             child = edge.children.get(rest.item(0)) if len(rest) else None
@@ -124,8 +127,8 @@ class RadixTree:
                 child = child.closest(rest)
             if child is None:
                 break
-            edge, common = child, common_prefix(child.tokens, rest)
-            if common < len(edge.tokens):
+            edge, common = child, common_prefix(child.edge, rest)
+            if common < edge.num_tokens:
                 break
         return edge, common
 
@@ -204,11 +207,11 @@ class RadixTree:
             del self._roots[root.namespace]
 
     def insert(
-        self, node: Node, tokens: Tokens, first: int, last: int, end: int, blocks: BlockIds, retention: Retention | None = None
-    ) -> tuple[Node, list[BlockIds]]:
+        self, node: Node, tokens: Tokens, first: int, last: int, end: int, blocks: PackedIds, retention: Retention | None = None
+    ) -> tuple[Node, list[PackedIds]]:
         """Add blocks ``first`` to ``last`` of a sequence below ``node``, which ends at ``first`` and which the caller has locked.
 
-        ``tokens[:end]`` are the sequence's; those beyond the last block are remembered.  ``blocks`` is int32 ``[last - first]``.
+        ``tokens[:end]`` are the sequence's; those beyond the last block are remembered.  ``blocks`` are their ids.
         Returns the node where the blocks end, onto which the caller's lock has moved, and the ids of the leading blocks that were
         there already, which take the place of the caller's own.
         """
@@ -218,8 +221,8 @@ class RadixTree:
                 if self._is_growable(node, 1, retention):
                     self._grow(node, tokens, end, blocks)
                     return node, []
-                if len(node.tokens) > node.num_blocks * self.block_size:
-                    node.tokens = keep(node.tokens[: node.num_blocks * self.block_size])
+                if node.num_tokens > node.num_blocks * self.block_size:
+                    node.tokens = node.tokens[: node.num_blocks * self.block_size]
             elif tokens.item(first * self.block_size) in children:
                 return self._merge(node, tokens, first, last, end, blocks, retention)
             leaf = self._add_leaf(node, tokens, first, end, blocks)
@@ -228,36 +231,39 @@ class RadixTree:
         return self._merge(node, tokens, first, last, end, blocks, retention)
 
     def _merge(
-        self, caller: Node, tokens: Tokens, first: int, last: int, end: int, blocks: BlockIds, retention: Retention | None
-    ) -> tuple[Node, list[BlockIds]]:
+        self, caller: Node, tokens: Tokens, first: int, last: int, end: int, blocks: PackedIds, retention: Retention | None
+    ) -> tuple[Node, list[PackedIds]]:
         """:meth:`insert` where some of the tokens may be in the tree or remembered."""
         size = self.block_size
         node, at = caller, first
-        known: list[BlockIds] = []
+        ahead = -1  # tokens from block ``at`` on that the node's remembered ones share with the sequence's; -1: not compared yet
+        known: list[PackedIds] = []
         while at < last:
             own_locks = 1 if node is caller else 0
-            if len(node.tokens) > node.num_blocks * size:
-                at += self._revive(node, own_locks, tokens, at, last, end, blocks[at - first :], retention)
+            if node.num_tokens > node.num_blocks * size:
+                at += self._revive(node, own_locks, tokens, at, last, end, blocks[4 * (at - first) :], retention, ahead)
                 if at == last:
                     break
-            child = self._child(node, tokens[at * size : end])
-            common = common_prefix(child.tokens, tokens[at * size : end]) if child is not None else 0
+            rest = tokens[at * size : end]
+            child = self._child(node, rest)
+            common = common_prefix(child.edge, rest) if child is not None else 0
             if child is None or common < size:
-                if child is not None and len(child.tokens) < size:
+                if child is not None and child.num_tokens < size:
                     self._forget(child)  # less than a block, and in the way of one that begins alike
                 if not node.children and self._is_growable(node, own_locks, retention):
-                    self._grow(node, tokens, end, blocks[at - first :])
+                    self._grow(node, tokens, end, blocks[4 * (at - first) :])
                 else:
-                    node = self._add_leaf(node, tokens, at, end, blocks[at - first :])
+                    node = self._add_leaf(node, tokens, at, end, blocks[4 * (at - first) :])
                     self.num_unlocked_blocks += last - at
                 break
             if child.num_blocks:
                 shared = min(common // size, child.num_blocks, last - at)
-                known.append(child.blocks[:shared])
+                known.append(child.blocks[: 4 * shared])
                 at += shared
                 if shared < child.num_blocks:
                     child = self._split(child, shared)
-            node = child
+                common -= shared * size
+            node, ahead = child, common
         if node is not caller:
             self.lock(node)
             self.unlock(caller)
@@ -271,8 +277,9 @@ class RadixTree:
         at: int,
         last: int,
         end: int,
-        blocks: BlockIds,
+        blocks: PackedIds,
         retention: Retention | None,
+        ahead: int,
     ) -> int:
         """Give remembered blocks of ``node``'s edge their K/V again where the sequence goes on as they do; return how many blocks.
 
@@ -280,21 +287,21 @@ class RadixTree:
         """
         size = self.block_size
         live = node.num_blocks
-        rest = node.tokens[live * size :]
+        length = node.num_tokens - live * size
         if live and not self._is_growable(node, own_locks, retention):
             common = whole = 0  # other sequences end here: their locks must not cover more blocks
         else:
-            common = common_prefix(rest, tokens[at * size : end])
+            common = ahead if ahead >= 0 else common_prefix(node.tokens[live * size :], tokens[at * size : end])
             whole = min(common // size, last - at)
         if whole:
-            self._append(node, blocks[:whole])
+            self._append(node, blocks[: 4 * whole])
         if at + whole == last:
             pass  # the sequence ends on this edge
-        elif common == len(rest) and not node.children:
-            self._set_tokens(node, keep(tokens[node.start * size : end]))
-            self._append(node, blocks[whole:])
+        elif common == length and not node.children:
+            self._set_tokens(node, tokens[node.start * size : end])
+            self._append(node, blocks[4 * whole :])
             return last - at
-        elif len(rest) - whole * size < size:
+        elif length - whole * size < size:
             self._set_tokens(node, node.tokens[: (live + whole) * size])
         else:
             self._split_remembered(node, live + whole)
@@ -307,12 +314,12 @@ class RadixTree:
         hold = node.retention
         return hold is None or hold.retention == retention
 
-    def _grow(self, node: Node, tokens: Tokens, end: int, blocks: BlockIds) -> None:
+    def _grow(self, node: Node, tokens: Tokens, end: int, blocks: PackedIds) -> None:
         """Lengthen a leaf's edge: a growing sequence stays one node, however many blocks it publishes."""
-        node.tokens = keep(tokens[node.start * self.block_size : end])
+        node.tokens = tokens[node.start * self.block_size : end]
         self._append(node, blocks)
 
-    def _append(self, node: Node, blocks: BlockIds) -> None:
+    def _append(self, node: Node, blocks: PackedIds) -> None:
         """Give ``blocks`` to the next tokens of ``node``'s edge."""
         remembered = self._remembered(node)
         if not node.num_blocks:
@@ -320,28 +327,27 @@ class RadixTree:
             node.parent.live_children += 1
             node.parent.uses -= node.uses  # they went up to it when the blocks were evicted
             self.num_nodes += 1
-            node.blocks = blocks.copy()
-        else:
-            node.blocks = np.concatenate((node.blocks, blocks))
-        node.num_blocks += len(blocks)
-        self.num_blocks += len(blocks)
+        count = len(blocks) // 4
+        node.blocks += blocks
+        node.num_blocks += count
+        self.num_blocks += count
         if not node.lock_count:
-            self.num_unlocked_blocks += len(blocks)
+            self.num_unlocked_blocks += count
         self._recount(node, remembered)
 
-    def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: BlockIds) -> Node:
-        leaf = Node(parent, first, keep(tokens[first * self.block_size : end]), blocks.copy(), len(blocks))
+    def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: PackedIds) -> Node:
+        leaf = Node(parent, first, tokens[first * self.block_size : end], blocks)
         self._file(parent, leaf)
         parent.live_children += 1
         self.num_nodes += 1
-        self.num_blocks += len(blocks)
+        self.num_blocks += leaf.num_blocks
         return leaf
 
     def _file(self, parent: Node, child: Node) -> None:
         """Put ``child`` among its parent's children, none of which begins with the same block."""
         if parent.children is None:
             parent.children = {}
-        first = child.tokens.item(0)
+        first = child.first_token
         present = parent.children.get(first)
         if present is None:
             parent.children[first] = child
@@ -355,7 +361,7 @@ class RadixTree:
         parent = child.parent
         assert parent is not None
         assert parent.children is not None
-        first = child.tokens.item(0)
+        first = child.first_token
         present = parent.children[first]
         if isinstance(present, Siblings):
             present.remove(child)
@@ -376,13 +382,13 @@ class RadixTree:
         """Cut ``node``'s edge after ``offset`` of its blocks; ``node`` keeps the lower part, its identity and its leases."""
         parent, cut = node.parent, offset * self.block_size
         assert parent is not None
-        upper = Node(parent, node.start, keep(node.tokens[:cut]), node.blocks[:offset].copy(), offset)
+        upper = Node(parent, node.start, node.tokens[:cut], node.blocks[: 4 * offset])
         upper.last_use = node.last_use
         upper.lock_count = 1 if node.lock_count else 0
         upper.live_children = 1
         upper.retention = node.retention
         assert parent.children is not None
-        first = node.tokens.item(0)
+        first = node.first_token
         entry = parent.children[first]
         if isinstance(entry, Siblings):
             entry.add(upper)  # begins with the same block, so it takes the place of ``node``
@@ -390,21 +396,21 @@ class RadixTree:
             parent.children[first] = upper
         node.parent = upper
         node.start += offset
-        node.tokens = keep(node.tokens[cut:])
-        node.blocks = node.blocks[offset:]
+        node.tokens = node.tokens[cut:]
+        node.blocks = node.blocks[4 * offset :]
         node.num_blocks -= offset
-        upper.children = {node.tokens.item(0): node}
+        upper.children = {node.first_token: node}
         self.num_nodes += 1
         return upper
 
     # -- evicting and remembering ----------------------------------------------------------------------------------
 
-    def evict(self, n: int, now: float = 0.0, tell: Callable[[Node, BlockIds], None] | None = None) -> list[BlockIds]:
+    def evict(self, n: int, now: float = 0.0, tell: Callable[[Node, PackedIds], None] | None = None) -> list[PackedIds]:
         """Take ``n`` blocks, or as many as can be had, off the tails of the least valuable unlocked leaves.
 
         ``tell`` is called with each leaf, after its blocks were taken, and those blocks.
         """
-        taken: list[BlockIds] = []
+        taken: list[PackedIds] = []
         stamp = EvictionStamp(now, self.num_evicted_blocks)
         missing = n
         while missing > 0:
@@ -414,23 +420,23 @@ class RadixTree:
             live, blocks = leaf.num_blocks, leaf.blocks
             if live > missing:
                 left = live - missing
-                taken.append(blocks[left:])
-                leaf.blocks, leaf.num_blocks = blocks[:left], left
+                taken.append(blocks[4 * left :])
+                leaf.blocks, leaf.num_blocks = blocks[: 4 * left], left
                 live, missing = missing, 0
             else:
                 taken.append(blocks)
-                leaf.blocks, leaf.num_blocks = NO_BLOCKS, 0
+                leaf.blocks, leaf.num_blocks = b"", 0
                 missing -= live
+            if tell is not None:
+                tell(leaf, taken[-1])
             if self.remember_blocks:
                 if leaf.evicted is None:
                     self._remembering.append(leaf)
-                    live = -(-len(leaf.tokens) // self.block_size) - leaf.num_blocks
+                    live = -(-leaf.num_tokens // self.block_size) - leaf.num_blocks
                 leaf.evicted = stamp
                 self.num_remembered_blocks += live
             elif leaf.num_blocks:
-                leaf.tokens = keep(leaf.tokens[: leaf.num_blocks * self.block_size])
-            if tell is not None:
-                tell(leaf, taken[-1])
+                leaf.tokens = leaf.tokens[: leaf.num_blocks * self.block_size]
             if not leaf.num_blocks:
                 self._emptied(leaf)
         count = n - missing
@@ -439,8 +445,6 @@ class RadixTree:
         self.num_evicted_blocks += count
         if self.num_remembered_blocks > self.remember_blocks or len(self._remembering) > 2 * self.remember_blocks + 16:
             self._forget_oldest()
-        if self.order.num_entries > 4 * self.num_nodes + 64:
-            self.order.sweep()
         return taken
 
     def _emptied(self, leaf: Node) -> None:
@@ -460,12 +464,12 @@ class RadixTree:
 
     def _remembered(self, node: Node) -> int:
         """Evicted blocks whose tokens the node's edge remembers, an incomplete last one among them."""
-        return -(-len(node.tokens) // self.block_size) - node.num_blocks if node.evicted is not None else 0
+        return -(-node.num_tokens // self.block_size) - node.num_blocks if node.evicted is not None else 0
 
     def _recount(self, node: Node, before: int) -> None:
         """Keep the count of remembered blocks right: ``before`` were the node's before a change."""
         if node.evicted is not None:
-            if len(node.tokens) == node.num_blocks * self.block_size:
+            if node.num_tokens == node.num_blocks * self.block_size:
                 node.evicted = None
             self.num_remembered_blocks += self._remembered(node) - before
 
@@ -477,7 +481,7 @@ class RadixTree:
     def _split_remembered(self, node: Node, offset: int) -> None:
         """Cut ``node``'s edge after ``offset`` blocks, where its remembered ones begin or later; ``node`` keeps the upper part."""
         cut = offset * self.block_size
-        lower = Node(node, node.start + offset, keep(node.tokens[cut:]), NO_BLOCKS, 0)
+        lower = Node(node, node.start + offset, node.tokens[cut:], b"")
         lower.uses = node.uses  # all went up to ``node``, which keeps them
         lower.children = node.children
         for child in lower.all_children():
@@ -485,14 +489,14 @@ class RadixTree:
         lower.evicted = node.evicted or EvictionStamp(0.0, 0)
         self._remembering.append(lower)
         self.num_remembered_blocks += self._remembered(lower)
-        self._set_tokens(node, keep(node.tokens[:cut]))
-        node.children = {lower.tokens.item(0): lower}
+        self._set_tokens(node, node.tokens[:cut])
+        node.children = {lower.first_token: lower}
 
     def remember_tail(self, node: Node, tokens: Tokens) -> None:
         """Remember ``tokens``, fewer than a block, as having followed ``node``, whose blocks the caller has locked."""
-        if len(node.tokens) > node.num_blocks * self.block_size or self._child(node, tokens) is not None:
+        if node.num_tokens > node.num_blocks * self.block_size or self._child(node, tokens) is not None:
             return  # something else that begins alike is remembered there: that will do
-        tail = Node(node, node.start + node.num_blocks, keep(tokens), NO_BLOCKS, 0)
+        tail = Node(node, node.start + node.num_blocks, tokens, b"")
         tail.evicted = EvictionStamp(0.0, 0)
         self._remembering.append(tail)
         self.num_remembered_blocks += 1
@@ -504,8 +508,14 @@ class RadixTree:
         queue, most = self._remembering, self.remember_blocks
         while self.num_remembered_blocks > most or len(queue) > 2 * most + 16:
             node = queue.popleft()
-            if node.evicted is not None:
+            if node.evicted is None:
+                continue
+            if node.children or node.num_blocks or isinstance(node.parent, Root):
                 self._forget(node)
+            else:  # the usual case
+                node.evicted = None
+                self.num_remembered_blocks -= -(-node.num_tokens // self.block_size)
+                self._unfile(node)
 
     def _forget(self, node: Node) -> None:
         """Forget the remembered tokens of a node and all below it."""
@@ -517,10 +527,10 @@ class RadixTree:
         for step in below:
             live = step.num_blocks
             if step.evicted is not None:
-                self.num_remembered_blocks -= -(-len(step.tokens) // self.block_size) - live
+                self.num_remembered_blocks -= -(-step.num_tokens // self.block_size) - live
                 step.evicted = None
             if live:
-                step.tokens = keep(step.tokens[: live * self.block_size])
+                step.tokens = step.tokens[: live * self.block_size]
                 continue
             parent = step.parent
             self._unfile(step)
@@ -547,7 +557,7 @@ class RadixTree:
     def check(self) -> None:
         """Assert every invariant of the tree alone.  O(tokens held)."""
         size = self.block_size
-        seen: list[BlockIds] = []
+        seen: list[PackedIds] = []
         num_nodes = num_unlocked = num_remembered = 0
         assert self._nothing.children is None, "the empty root has grown"
         assert self._nothing.lock_count == 0, "the empty root is locked"
@@ -561,9 +571,9 @@ class RadixTree:
                 continue
             num_remembered += self._remembered(node)
             assert node.uses >= 0, "uses were handed up twice"
-            assert len(node.tokens) > 0, "a node is empty"
-            assert len(node.tokens) >= node.num_blocks * size, "a block has no tokens"
-            assert len(node.blocks) == node.num_blocks, "a node's blocks were miscounted"
+            assert node.num_tokens > 0, "a node is empty"
+            assert node.num_tokens >= node.num_blocks * size, "a block has no tokens"
+            assert len(node.blocks) == 4 * node.num_blocks, "a node's blocks were miscounted"
             assert node.evicted is None or node in remembering, "remembered tokens would never be forgotten"
             if not node.num_blocks:
                 assert node.evicted is not None, "a node without blocks is kept for nothing"
@@ -572,11 +582,11 @@ class RadixTree:
             num_nodes += 1
             seen.append(node.blocks)
             if node.evicted is None:
-                assert len(node.tokens) - node.num_blocks * size < size, "a whole block is remembered that was not evicted"
+                assert node.num_tokens - node.num_blocks * size < size, "a whole block is remembered that was not evicted"
             if node.lock_count == 0:
                 num_unlocked += node.num_blocks
             assert (node in leaves) == is_evictable(node), "the eviction order's leaves are not the unlocked leaves"
-        blocks = np.concatenate(seen) if seen else np.empty(0, dtype=np.int32)
+        blocks = unpack(*seen)
         assert len(np.unique(blocks)) == len(blocks), "the tree holds a block twice"
         counted = (num_nodes, len(blocks), num_unlocked, num_remembered)
         cached = (self.num_nodes, self.num_blocks, self.num_unlocked_blocks, self.num_remembered_blocks)
@@ -590,15 +600,16 @@ class RadixTree:
         assert node.lock_count >= sum(child.lock_count > 0 for child in children), "a locked node's parent is not locked"
         assert node.live_children == sum(child.num_blocks > 0 for child in children), "children with blocks were miscounted"
         if children:
-            assert len(node.tokens) % size == 0, "children hang behind an incomplete block"
+            assert node.num_tokens % size == 0, "children hang behind an incomplete block"
         if node.live_children:
-            assert len(node.tokens) == node.num_blocks * size, "a block hangs below one that was evicted"
+            assert node.num_tokens == node.num_blocks * size, "a block hangs below one that was evicted"
         for first, entry in (node.children or {}).items():
             for child in entry if isinstance(entry, Siblings) else (entry,):
                 assert child.parent is node, "a child's parent is another node"
-                assert child.start == node.start + len(node.tokens) // size, "a node's start is wrong"
+                assert child.start == node.start + node.num_tokens // size, "a node's start is wrong"
                 assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
-                assert child.tokens.item(0) == first, "a child is filed under another key"
+                assert child.num_tokens == len(child.tokens), "an edge's tokens were miscounted"
+                assert child.first_token == first, "a child is filed under another key"
                 if isinstance(entry, Siblings):
                     assert entry.closest(child.tokens) is child, "a child is filed under another key"
         firsts = [child.tokens[:size].tobytes() for child in children]

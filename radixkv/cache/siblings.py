@@ -30,19 +30,20 @@ class Siblings:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._by_block.values())
 
-    def _key(self, tokens: Tokens) -> bytes:
-        return tokens[: self._size].tobytes()
+    def _key(self, node: Node) -> bytes:
+        edge = node.edge
+        return edge[: 4 * self._size] if isinstance(edge, bytes) else edge[: self._size].tobytes()
 
     def add(self, node: Node) -> None:
         """File ``node``, in place of one that begins with the same block."""
-        self._by_block[self._key(node.tokens)] = node
+        self._by_block[self._key(node)] = node
 
     def remove(self, node: Node) -> None:
-        del self._by_block[self._key(node.tokens)]
+        del self._by_block[self._key(node)]
 
     def closest(self, tokens: Tokens) -> Node:
         """The node that shares the most leading tokens with ``tokens``, as far as its first block tells."""
-        key = self._key(tokens)
+        key = tokens[: self._size].tobytes()
         by_block = self._by_block
         exact: Node | None = by_block.get(key)
         if exact is not None:
@@ -58,4 +59,4 @@ class Siblings:
             return before
         after = nodes[at]
         first = tokens[: self._size]
-        return after if common_prefix(after.tokens, first) > common_prefix(before.tokens, first) else before
+        return after if common_prefix(after.edge, first) > common_prefix(before.edge, first) else before

@@ -9,14 +9,17 @@ from numpy.typing import ArrayLike, NDArray
 
 Tokens = NDArray[np.int32]
 
-_INT32 = np.dtype(np.int32)
-_FLAT = (4,)
-
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
 
+_INT32 = np.dtype(np.int32)
+_FLAT = (4,)
+
 _FIRST = 512
-"""Tokens compared first, then four times as many, and so on: two arrays of a hundred thousand tokens may part soon."""
+"""Tokens compared at once in any case."""
+
+_SEARCH = 8192
+"""Up to here, searching the comparison's bytes is faster than argmax."""
 
 
 def as_tokens(tokens: ArrayLike) -> Tokens:
@@ -26,7 +29,10 @@ def as_tokens(tokens: ArrayLike) -> Tokens:
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype is _INT32 and tokens.strides == _FLAT:
         return tokens
-    array: NDArray[Any] = np.asarray(tokens)
+    try:
+        array: NDArray[Any] = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:  # lists of different lengths, integers beyond 64 bits
+        raise ValueError(f"tokens must be a flat sequence of integers: {error}") from None
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise ValueError(f"tokens must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
     if len(array) and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
@@ -49,16 +55,45 @@ def keep(tokens: Tokens) -> Tokens:
     return tokens
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Leading tokens that two arrays share, in O(that number) compared as memory."""
-    n = len(a)
-    if len(b) < n:
-        n = len(b)
-    start, stop = 0, _FIRST
-    while stop < n:
-        at: int = (a[start:stop] != b[start:stop]).tobytes().find(1)
-        if at >= 0:
-            return start + at
-        start, stop = stop, 4 * stop
-    at = (a[start:n] != b[start:n]).tobytes().find(1)
-    return n if at < 0 else start + at
+Edge = Tokens | bytes
+"""An edge's tokens as a node keeps them: an array, or its bytes where it is short, because a small array takes 150 bytes more."""
+
+_SHORT = 128
+
+
+def as_edge(tokens: Tokens) -> Edge:
+    """``tokens`` to be kept by a node: see :func:`keep`."""
+    return tokens.tobytes() if len(tokens) <= _SHORT else keep(tokens)
+
+
+def edge_tokens(edge: Edge) -> Tokens:
+    """The tokens of an edge, int32, read-only."""
+    return np.frombuffer(edge, dtype=np.int32) if isinstance(edge, bytes) else edge
+
+
+def common_prefix(edge: Edge, tokens: Tokens) -> int:
+    """Leading tokens that an edge and an array share, in O(that number) compared as memory."""
+    n = len(tokens)
+    if isinstance(edge, bytes):
+        ours = tokens[: len(edge) >> 2].tobytes()
+        if ours == edge:
+            return len(edge) >> 2
+        edge = np.frombuffer(edge, dtype=np.int32)
+    if len(edge) < n:
+        n = len(edge)
+    # Look ahead at a few single tokens, so that two long arrays that part early are not compared to their ends.
+    probe = _FIRST
+    while probe < n:
+        if edge.item(probe) != tokens.item(probe):
+            n = probe
+            break
+        probe *= 2
+    if n <= _SEARCH:
+        at = (edge[:n] != tokens[:n]).tobytes().find(1)
+        return n if at < 0 else at
+    # Two tokens at a time: half as many results to write and to search, and half the time.
+    pairs = n // 2
+    differ = edge[: 2 * pairs].view(np.int64) != tokens[: 2 * pairs].view(np.int64)
+    at = int(differ.argmax())
+    at = 2 * at if differ[at] else 2 * pairs
+    return at + 1 if at < n and edge[at] == tokens[at] else at

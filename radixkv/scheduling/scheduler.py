@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixkv.cache import PrefixCache
 from radixkv.scheduling.batch import Batch, ScheduledSequence
-from radixkv.scheduling.policy import Order, fcfs
+from radixkv.scheduling.policy import WaitingQueue
 from radixkv.scheduling.request import Request
 
 
@@ -19,17 +19,20 @@ class Scheduler:
     arrive together with a common prefix compute it once.
     """
 
-    def __init__(self, cache: PrefixCache, order: Order, *, max_batch_tokens: int, max_num_seqs: int) -> None:
+    def __init__(self, cache: PrefixCache, queue: WaitingQueue, *, max_batch_tokens: int, max_num_seqs: int) -> None:
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.running: list[Request] = []
         """In order of admission, so the youngest is last."""
         self.num_preemptions = 0
-        self._order = order
+        self._queue = queue
         self._waiting: dict[str, Request] = {}
+        self._resuming: list[Request] = []
+        """Those of the waiting that were preempted; all others are in the queue."""
 
     def add(self, request: Request) -> None:
+        self._queue.add(request, self.cache)
         self._waiting[request.request_id] = request
 
     @property
@@ -44,13 +47,13 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that finished, failed or was aborted; its blocks are back when this returns."""
         if request.lease is None:
-            del self._waiting[request.request_id]
+            self._leave_waiting(request)
         else:
             self.running.remove(request)
             self._release(request)
 
-    def schedule(self, now: float) -> Batch:
-        """Choose the work of one step.  ``now`` in seconds, on the clock of ``Request.arrival_time``.
+    def schedule(self) -> Batch:
+        """Choose the work of one step.
 
         The batch is empty only when nothing waits or runs.
         """
@@ -67,18 +70,13 @@ class Scheduler:
             if budget and request.lease is not None:
                 budget -= self._schedule_chunk(batch, request, budget)
         if self.num_preemptions == preemptions:  # else admitting would only take back what the preemption just freed
-            self._admit(batch, budget, now)
+            self._admit(batch, budget)
         batch.copies = self.cache.take_copies()
         return batch
 
-    def _admit(self, batch: Batch, budget: int, now: float) -> None:
-        if not (self._waiting and budget and len(self.running) < self.max_num_seqs):
-            return
-        resuming = [request for request in self._waiting.values() if request.num_preemptions]
-        arriving = [request for request in self._waiting.values() if not request.num_preemptions]
-        for request in fcfs(resuming, self.cache, now) + self._order(arriving, self.cache, now):
-            if not budget or len(self.running) == self.max_num_seqs:
-                return
+    def _admit(self, batch: Batch, budget: int) -> None:
+        while self._waiting and budget and len(self.running) < self.max_num_seqs:
+            request = min(self._resuming, key=_arrival_time) if self._resuming else self._queue.head(self.cache)
             lease = self.cache.acquire(
                 request.tokens,
                 namespace=request.namespace,
@@ -88,7 +86,7 @@ class Scheduler:
             )
             if lease is None:
                 return  # nobody overtakes the one whose turn it is, or a large request would wait for ever
-            del self._waiting[request.request_id]
+            self._leave_waiting(request)
             self.running.append(request)
             request.lease = lease
             request.num_computed_tokens = lease.num_cached_tokens
@@ -96,13 +94,23 @@ class Scheduler:
                 request.num_cached_tokens = lease.num_cached_tokens
             budget -= self._schedule_chunk(batch, request, budget)
 
+    def _leave_waiting(self, request: Request) -> None:
+        del self._waiting[request.request_id]
+        if request.num_preemptions:
+            self._resuming.remove(request)
+        else:
+            self._queue.remove(request)
+
     def _schedule_chunk(self, batch: Batch, request: Request, budget: int) -> int:
         assert request.lease is not None
         start = request.num_computed_tokens
         chunk = min(budget, request.num_tokens - start)
-        request.num_computed_tokens = start + chunk
-        self.cache.publish(request.lease, request.tokens, request.num_computed_tokens, written=False)
+        end = request.num_computed_tokens = start + chunk
+        self.cache.publish(request.lease, request.tokens, end, written=False)
         batch.sequences.append(ScheduledSequence(request, start, chunk))
+        size = self.cache.block_size
+        if end // size > start // size:
+            self._queue.cached(request.tokens[: end // size * size], request.namespace)
         return chunk
 
     def _make_room(self, request: Request) -> bool:
@@ -118,6 +126,7 @@ class Scheduler:
             youngest.num_preemptions += 1
             self.num_preemptions += 1
             self._waiting[youngest.request_id] = youngest
+            self._resuming.append(youngest)
             if youngest is request:
                 return False
         return True
@@ -127,3 +136,7 @@ class Scheduler:
         self.cache.release(request.lease)
         request.lease = None
         request.num_computed_tokens = 0
+
+
+def _arrival_time(request: Request) -> float:
+    return request.arrival_time

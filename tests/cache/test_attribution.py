@@ -274,7 +274,6 @@ def test_in_flight_in_another_namespace_is_no_business_of_ours():
     assert reasons(cache.acquire(LONG, namespace="b")) == {"new": 16}
 
 
-@pytest.mark.xfail(strict=True, reason="the other text is taken from a child of the node where the match ends")
 def test_what_follows_the_end_of_a_prompt_in_flight_is_new_whatever_else_is_cached():
     cache = cached(32, 4, tokens(99, 99, 99, 99))
     cache.acquire(LONG)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from radixkv.cache import Node, PrefixCache, Retention
+from radixkv.cache import Node, PrefixCache
 
-from .serving import LONG, Clock, cached, held, joined, run, serve
+from .serving import LONG, cached, held, joined, run, serve
 
 PolicyName = Literal["lru", "lfu", "cost"]
 every_policy = pytest.mark.parametrize("policy", ["lru", "lfu", "cost"])
@@ -262,21 +262,23 @@ def test_an_unknown_policy_is_refused_by_name():
 # -- the order of eviction stays small
 
 
-@pytest.mark.xfail(strict=True, reason="stale entries are swept only by evict(), which nobody calls while there is room")
+def entries(cache: PrefixCache) -> int:
+    order = cache.tree.order
+    return len(order._heap) + len(order._retained) + len(order._deadlines)
+
+
 def test_hits_alone_do_not_grow_the_order_of_eviction():
     cache = PrefixCache(64, 4)
     use(cache, LONG, 2000)
-    assert cache.tree.order.num_entries < 200
+    assert entries(cache) < 200
 
 
 @every_policy
 def test_hits_and_evictions_keep_the_order_of_eviction_small(policy: PolicyName):
-    clock = Clock()
-    cache = PrefixCache(16, 4, policy=policy, clock=clock)
+    cache = PrefixCache(16, 4, policy=policy)
     for i in range(600):
-        clock.now += 1
         use(cache, LONG[:4], 3)
-        serve(cache, LONG[:8] + 100 * (i % 20), retention=Retention(2, 5) if i % 3 else None)
+        serve(cache, LONG[:8] + 100 * (i % 20))
         cache.evict(1)
     cache.check()
-    assert cache.tree.order.num_entries < 200
+    assert entries(cache) < 200

@@ -237,23 +237,22 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def test_a_read_only_prompt_is_kept_without_copying():
-    prompt = read_only(np.arange(64, dtype=np.int32))
-    cache = cached(32, 4, prompt)
+    prompt = read_only(np.arange(512, dtype=np.int32))
+    cache = cached(128, 4, prompt)
     assert np.shares_memory(kept(cache, prompt), prompt)
 
 
 def test_most_of_a_read_only_buffer_is_kept_as_a_view_and_a_small_part_copied():
-    buffer = read_only(np.arange(128, dtype=np.int32))
-    for n, shares in ((128, True), (64, True), (60, False), (8, False)):
-        cache = cached(64, 4, buffer[:n])
+    buffer = read_only(np.arange(1024, dtype=np.int32))
+    for n, shares in ((1024, True), (512, True), (508, False), (8, False)):
+        cache = cached(256, 4, buffer[:n])
         assert np.shares_memory(kept(cache, buffer[:n]), buffer) == shares, n
 
 
 def test_a_small_part_of_a_large_buffer_does_not_keep_it_in_memory():
     buffer = read_only(np.arange(1_000_000, dtype=np.int32))
     alive = weakref.ref(buffer)
-    cache = cached(32, 4, buffer[:16], buffer[500:517])
-    cache.acquire(buffer[700:720])
+    cache = cached(200, 4, buffer[:16], buffer[500:517], buffer[1000:1502])
     del buffer
     gc.collect()
     assert alive() is None
@@ -284,12 +283,12 @@ class Frame(bytearray):
 def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory():
     message = Frame(4_000_000)
     alive = weakref.ref(message)
-    prompt = read_only(np.frombuffer(message, dtype=np.int32, count=16))
-    cache = cached(32, 4, prompt)
+    prompt = read_only(np.frombuffer(message, dtype=np.int32, count=400))
+    cache = cached(100, 4, prompt)
     del message, prompt
     gc.collect()
     assert alive() is None
-    assert cache.stats().blocks_cached == 4
+    assert cache.stats().blocks_cached == 100
 
 
 @pytest.mark.parametrize(

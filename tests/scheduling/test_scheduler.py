@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from radixkv.cache import PrefixCache
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.batch import Batch
-from radixkv.scheduling.policy import queue_policy
+from radixkv.scheduling.policy import LongestPrefixMatch, queue_policy
 from radixkv.scheduling.request import Request
 from radixkv.scheduling.scheduler import Scheduler
 
@@ -52,7 +52,7 @@ class Simulation:
         return request
 
     def step(self) -> Batch:
-        batch = self.scheduler.schedule(self.now)
+        batch = self.scheduler.schedule()
         self.cache.check()
         assert batch.num_tokens <= self.scheduler.max_batch_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
@@ -135,6 +135,57 @@ def test_every_request_ends_with_the_output_it_has_alone(
     sim.run()
     for name, request in sim.requests.items():
         assert request.output_token_ids.tolist() == expected_output(prompts[int(name)], max_tokens)
+
+
+class CheckedQueue(LongestPrefixMatch):
+    """Asserts at each turn that nobody who may overtake has a longer cached prefix than the head, by matching all of them."""
+
+    def __init__(self, aging: float) -> None:
+        super().__init__(aging)
+        self.aging = aging
+        self.waiting: list[Request] = []
+
+    def add(self, request: Request, cache: PrefixCache) -> None:
+        super().add(request, cache)
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        self.waiting.remove(request)
+
+    def head(self, cache: PrefixCache) -> Request:
+        chosen = super().head(cache)
+        cached = {r.request_id: cache.match(r.tokens, r.namespace).num_tokens(cache.block_size) for r in self.waiting}
+        oldest = min(request.arrival_time for request in self.waiting)
+        eligible = [r for r in self.waiting if cached[r.request_id] >= self.aging * (r.arrival_time - oldest)]
+        assert chosen in eligible
+        assert cached[chosen.request_id] == max(cached[request.request_id] for request in eligible)
+        return chosen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 12), st.sampled_from(["", "tenant"])),
+        min_size=1, max_size=25,
+    ),
+    per_step=st.integers(1, 8),
+    block_size=st.sampled_from([1, 2, 4]),
+    spare_blocks=st.integers(0, 20),
+    max_batch_tokens=st.integers(4, 40),
+    aging=st.sampled_from([1.0, 100.0, 1000.0]),
+)  # fmt: skip
+def test_whoever_lpm_admits_has_the_longest_cached_prefix_at_that_moment(
+    arrivals, per_step, block_size, spare_blocks, max_batch_tokens, aging
+):
+    """Though the queue is told of what is computed, chunk by chunk, and of no eviction; outputs are found by later prompts."""
+    sim = Simulation(-(-42 // block_size) + spare_blocks, block_size)
+    sim.scheduler = Scheduler(sim.cache, CheckedQueue(aging), max_batch_tokens=max_batch_tokens, max_num_seqs=4)
+    for i, (tokens, max_tokens, namespace) in enumerate(arrivals):
+        sim.add(str(i), tokens, max_tokens, namespace)
+        if i % per_step == per_step - 1:
+            sim.step()
+    sim.run()
 
 
 @pytest.mark.parametrize("max_batch_tokens", [16, 64, 512])
