@@ -80,6 +80,14 @@ def test_the_place_where_prompts_part_is_exact_to_the_token(position: int):
     assert parting.theirs.tolist() == earlier[max(0, position - 8) : position + 8].tolist()
 
 
+def test_texts_are_those_of_the_prompt_as_it_was():
+    cache = cached(32, 4, LONG)
+    buffer = joined(LONG[:6], [60, 61])
+    lease = cache.acquire(buffer)
+    buffer[:] = 7
+    assert miss_of(lease).parting.ours.tolist() == [0, 1, 2, 3, 4, 5, 60, 61]
+
+
 def test_texts_end_where_the_prompts_end():
     lease = cached(32, 4, joined(LONG[:6], [50, 51])).acquire(joined(LONG[:6], [60]))
     parting = miss_of(lease).parting
@@ -182,6 +190,22 @@ def test_what_was_evicted_longest_ago_is_forgotten_first_and_memory_is_bounded_b
     assert reasons(cache.acquire(LONG)) == {"new": 16}
 
 
+def test_namespaces_that_are_evicted_and_forgotten_leave_nothing():
+    cache = PrefixCache(8, 4)
+    for i in range(100):
+        serve(cache, LONG, f"salt-{i}")
+        cache.check()
+    assert cache.tree.num_namespaces <= 8
+
+
+def test_what_is_evicted_and_comes_back_again_and_again_does_not_grow_what_is_remembered():
+    cache = PrefixCache(8, 4)
+    for _ in range(500):
+        serve(cache, LONG)
+        cache.evict(99)
+    assert len(cache.tree._remembering) < 100
+
+
 def test_a_reset_forgets_what_was_evicted_too():
     cache = cached(32, 4, LONG)
     cache.evict(99)
@@ -214,11 +238,29 @@ def test_rows_that_there_is_no_room_to_copy_from_are_a_partial_block():
     assert (lease.num_cached_tokens, reasons(lease)) == (4, {"partial_block": 2, "diverged": 10})
 
 
+def test_rows_that_there_is_no_room_to_copy_from_are_not_evicted_though_the_tail_behind_them_was():
+    cache = cached(4, 4, LONG)
+    cache.evict(1)
+    lease = cache.acquire(joined(LONG[:6], np.arange(50, 60)))
+    assert (lease.num_cached_tokens, reasons(lease)) == (4, {"partial_block": 2, "diverged": 10})
+
+
+def test_only_what_was_computed_of_a_prompt_is_known():
+    cache = PrefixCache(32, 4)
+    lease = cache.acquire(LONG[:3])
+    cache.publish(lease, LONG[:3], 2)
+    cache.release(lease)
+    assert reasons(cache.acquire(joined(LONG[:3], [99]))) == {"partial_block": 2, "new": 2}
+
+
 def test_rows_of_a_block_that_is_not_written_yet_are_a_partial_block():
     cache = PrefixCache(32, 4)
     cache.publish(cache.acquire(LONG), LONG, 16, written=False)
     lease = cache.acquire(joined(LONG[:6], [99]))
     assert (lease.num_cached_tokens, reasons(lease)) == (4, {"partial_block": 2, "diverged": 1})
+    cache.take_copies()  # the step is over, and they are written
+    lease = cache.acquire(joined(LONG[:6], [98]))
+    assert (lease.num_cached_tokens, reasons(lease)) == (6, {"diverged": 1})
 
 
 # -- in_flight
@@ -266,6 +308,13 @@ def test_of_several_in_flight_the_one_that_shares_most_counts():
     for shared in (4, 13, 9):
         cache.acquire(joined(LONG[:shared], LONG + 100 * shared))
     assert reasons(cache.acquire(joined(LONG, [99]))) == {"in_flight": 13, "diverged": 4}
+
+
+def test_what_is_known_beyond_what_is_in_flight_was_evicted():
+    cache = cached(32, 4, LONG)
+    cache.evict(99)
+    cache.acquire(joined(LONG[:8], LONG + 50))
+    assert reasons(cache.acquire(joined(LONG, [99]))) == {"in_flight": 8, "evicted": 8, "new": 1}
 
 
 def test_in_flight_in_another_namespace_is_no_business_of_ours():

@@ -168,9 +168,11 @@ def test_what_a_listener_does_to_an_events_block_ids_harms_nothing():
             event.block_ids[:] = 0
 
     cache.subscribe(vandal)
-    serve(cache, LONG)
-    cache.release(run(cache, joined(LONG, [1, 2, 3, 4])))
+    first = run(cache, LONG)
+    second = run(cache, joined(LONG, [1, 2, 3, 4]))
     cache.check()
+    cache.release(first)
+    cache.release(second)
     cache.evict(3)
     cache.check()
 

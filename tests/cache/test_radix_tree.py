@@ -172,6 +172,18 @@ def test_a_first_block_can_be_split_off_among_siblings():
     assert cache.stats().nodes == 4
 
 
+def test_long_siblings_are_split_off_too():
+    """Their edges are kept as arrays, and not as bytes."""
+    long = [joined([BEGIN, i], np.arange(600) + 1000 * i) for i in range(5)]
+    cache = cached(2000, 4, *long)
+    for i, prompt in enumerate(long):
+        serve(cache, joined(prompt[: 300 + i], LONG))
+        cache.check()
+    for i, prompt in enumerate(long):
+        assert cache.acquire(joined(prompt[:400], [7])).num_cached_tokens == 400
+        assert cache.acquire(joined(prompt[: 300 + i], LONG, [7])).num_cached_tokens == (316 + i) // 4 * 4
+
+
 # -- growth in place
 
 
@@ -223,6 +235,19 @@ def test_what_grew_over_a_remembered_tail_is_found():
     assert held(cache, joined(LONG[:9], [60, 61, 62])) == 3
 
 
+def test_blocks_come_back_to_a_remembered_edge_only_where_the_tokens_are_the_same():
+    """The edge was cached, and lost its tail, while the sequence that parts from it there was computed."""
+    cache = PrefixCache(64, 4)
+    ours = joined(LONG[:12], LONG[:4] + 50)
+    lease = cache.acquire(ours)
+    serve(cache, LONG)
+    cache.evict(1)
+    cache.publish(lease, ours, 16)
+    cache.check()
+    assert (held(cache, ours), held(cache, LONG)) == (4, 3)
+    assert cache.match(ours).block_ids().tolist() == lease.block_table.tolist()
+
+
 # -- keys
 
 
@@ -260,7 +285,7 @@ def test_a_small_part_of_a_large_buffer_does_not_keep_it_in_memory():
 
 
 def test_a_writable_prompt_is_copied_so_that_changing_it_harms_nothing():
-    cache = PrefixCache(32, 4)
+    cache = PrefixCache(128, 4)
     buffer = LONG.copy()
     lease = cache.acquire(buffer)
     cache.publish(lease, buffer, 10)
@@ -271,6 +296,11 @@ def test_a_writable_prompt_is_copied_so_that_changing_it_harms_nothing():
     cache.release(lease)
     buffer[:] = 88
     assert held(cache, LONG) == 4
+    long = np.arange(1000, 1400, dtype=np.int32)
+    serve(cache, long)
+    long[:] = 77
+    assert held(cache, np.arange(1000, 1400)) == 100
+    assert not kept(cache, np.arange(1000, 1400)).flags.writeable
     assert buffer.flags.writeable, "the caller's array is the caller's"
     cache.check()
 

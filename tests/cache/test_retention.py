@@ -78,18 +78,21 @@ def test_all_that_has_passed_since_the_last_eviction_decays_at_once():
     assert order_of_eviction(cache, *candidates) == [0, 1]
 
 
-@pytest.mark.parametrize("hit", ["whole", "longer", "prefix"])
+@pytest.mark.parametrize("hit", ["whole", "longer", "deeper", "prefix"])
 def test_a_hit_restores_priority_and_time_whatever_the_hitting_prompt_asks_for_itself(hit: str):
     clock = Clock()
     cache = PrefixCache(32, 4, clock=clock)
-    pinned, plain = candidates = prompts(2)
+    first, pinned, steady = candidates = prompts(3)
+    serve(cache, first)
     serve(cache, pinned, retention=Retention(2, 60))
+    if hit == "deeper":
+        serve(cache, joined(pinned, LONG + 1000))
     clock.now += 119
-    cache.evict(0)
-    serve(cache, {"whole": pinned, "longer": joined(pinned, LONG + 1000), "prefix": pinned[:4]}[hit])
-    serve(cache, plain)
-    clock.now += 119
-    assert order_of_eviction(cache, *candidates) == [1, 0]
+    cache.evict(1)  # whoever looks for a victim sees that the priority is 1 by now
+    serve(cache, {"whole": pinned, "prefix": pinned[:4]}.get(hit, joined(pinned, LONG + 1000)))
+    serve(cache, steady, retention=Retention(1, 10_000))
+    clock.now += 59
+    assert order_of_eviction(cache, *candidates)[-2:] == [2, 1]
 
 
 def test_a_hit_on_its_beginning_refreshes_only_that_beginning():
@@ -121,6 +124,34 @@ def test_a_running_sequences_retention_begins_when_it_ends():
     serve(cache, plain)
     clock.now += 59
     assert order_of_eviction(cache, *candidates) == [1, 0]
+
+
+def test_a_retained_chat_that_goes_on_retained_alike_grows_in_place():
+    cache = PrefixCache(32, 4)
+    for end in (8, 12, 16):
+        serve(cache, LONG[:end], retention=Retention(2, 60))
+    assert cache.stats().nodes == 1
+    serve(cache, joined(LONG, LONG + 100), retention=Retention(1, 60))
+    assert cache.stats().nodes == 2
+
+
+def test_many_hits_leave_the_order_of_retained_prefixes_right():
+    """Each leaves stale entries behind, which are swept out in between."""
+    random = np.random.default_rng(3)
+    clock = Clock()
+    cache = PrefixCache(200, 4, clock=clock)
+    candidates = prompts(40)
+    given = [Retention(int(random.integers(1, 4)), float(random.choice([50, 400, 1e6]))) for _ in candidates]
+    last_use = dict.fromkeys(range(40), (0, 0.0))
+    for use in range(1000):
+        i = use if use < 40 else int(random.integers(40))
+        clock.now += 0.25
+        serve(cache, candidates[i], retention=given[i])
+        last_use[i] = (use, clock.now)
+    clock.now += 120
+    left = {i: max(0, given[i].priority - int((clock.now - at) // given[i].seconds)) for i, (_, at) in last_use.items()}
+    assert set(left.values()) == {0, 1, 2, 3}
+    assert order_of_eviction(cache, *candidates) == sorted(left, key=lambda i: (left[i], last_use[i]))
 
 
 def test_what_follows_a_retained_prefix_is_not_retained_with_it():

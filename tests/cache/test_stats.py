@@ -83,6 +83,15 @@ def test_a_namespace_of_any_name_keeps_its_own_counters():
     assert sum(counts.requests for counts in cache.stats().namespaces.values()) == 1101
 
 
+def test_of_many_namespaces_those_in_use_keep_their_own_counters():
+    cache = PrefixCache(32, 4)
+    for i in range(1500):
+        cache.release(cache.acquire(LONG, namespace=str(i)))
+        if i % 100 == 0:
+            cache.release(cache.acquire(LONG, namespace="steady"))
+    assert cache.stats().namespaces["steady"].requests == 15
+
+
 def test_counts_by_reason_are_those_of_the_leases():
     cache = cached(64, 4, LONG)
     leases = [run(cache, prompt) for prompt in (joined(LONG[:6], [99]), LONG + 100, joined(LONG, LONG + 100), LONG)]
