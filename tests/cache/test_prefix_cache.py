@@ -1,35 +1,13 @@
-"""PrefixCache: each promise of its contract, one by one, and check() catching each invariant broken on purpose."""
+"""PrefixCache: each promise of its contract, one by one."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from radixkv.cache import BlockCopy, Lease, PrefixCache
+from radixkv.cache import BlockCopy, PrefixCache
 
-
-def tokens(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
-
-
-def run(cache: PrefixCache, prompt: np.ndarray, namespace: str = "") -> Lease:
-    """A whole request: acquire, compute, publish; still leased."""
-    lease = cache.acquire(prompt, namespace=namespace)
-    assert lease is not None
-    cache.take_copies()
-    cache.publish(lease, prompt, len(prompt))
-    cache.take_copies()
-    return lease
-
-
-def cached(num_blocks: int = 32, block_size: int = 4, *prompts: np.ndarray) -> PrefixCache:
-    cache = PrefixCache(num_blocks, block_size)
-    for prompt in prompts:
-        cache.release(run(cache, prompt))
-    return cache
-
-
-LONG = np.arange(16, dtype=np.int32)
+from .serving import LONG, cached, run, tokens
 
 
 def test_a_prompt_is_found_by_the_next_one_that_begins_alike():
@@ -269,73 +247,3 @@ def test_the_counters_of_many_namespaces_stay_bounded():
     stats = cache.stats()
     assert len(stats.namespaces) == 1001
     assert sum(c.requests for c in stats.namespaces.values()) == stats.total.requests == 1500
-
-
-# -- each invariant, broken on purpose
-
-
-def break_refcount(cache: PrefixCache, lease: Lease) -> None:
-    cache.pool._refcounts[lease.block_table[0]] += 1
-
-
-def break_lock(cache: PrefixCache, lease: Lease) -> None:
-    lease._node.lock_count += 1
-
-
-def break_parent_lock(cache: PrefixCache, lease: Lease) -> None:
-    lease._node.parent.lock_count = 0
-
-
-def break_table(cache: PrefixCache, lease: Lease) -> None:
-    lease._table[[0, 1]] = lease._table[[1, 0]]
-
-
-def break_duplicate(cache: PrefixCache, lease: Lease) -> None:
-    node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node.blocks = node.blocks[4:8] + node.blocks[4:]
-
-
-def break_root_lock(cache: PrefixCache, lease: Lease) -> None:
-    next(node for node in cache.tree.nodes() if node.parent is None).lock_count += 1
-
-
-def break_dtype(cache: PrefixCache, lease: Lease) -> None:
-    node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node.edge = node.tokens.astype(np.int64)
-
-
-def break_size(cache: PrefixCache, lease: Lease) -> None:
-    cache.tree.num_unlocked_blocks += 1
-
-
-def break_leaves(cache: PrefixCache, lease: Lease) -> None:
-    cache.tree.order._heap.clear()
-
-
-def break_key(cache: PrefixCache, lease: Lease) -> None:
-    node = next(node for node in cache.tree.nodes() if node.num_blocks)
-    node.tokens = node.tokens + np.int32(1)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (break_refcount, "other reference counts"),
-        (break_lock, "a lock is held by nobody"),
-        (break_parent_lock, "parent is not locked"),
-        (break_root_lock, "a lock is held by nobody"),
-        (break_dtype, "compare as other bytes"),
-        (break_table, "differ about its published blocks"),
-        (break_duplicate, "holds a block twice"),
-        (break_size, "differ from recounted"),
-        (break_leaves, "not the unlocked leaves"),
-        (break_key, "filed under another key"),
-    ],
-)
-def test_check_catches(damage, message: str):
-    cache = cached(64, 4, LONG, np.concatenate((LONG[:8], LONG + 50)))
-    lease = run(cache, np.concatenate((LONG[:8], LONG + 200)))
-    cache.check()
-    damage(cache, lease)
-    with pytest.raises(AssertionError, match=message):
-        cache.check()
