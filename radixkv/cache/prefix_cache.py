@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from radixkv.cache.node import Node, Root
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
-from radixkv.cache.tokens import Tokens, as_tokens
+from radixkv.cache.tokens import Tokens, as_tokens, keep
 
 
 class BlockCopy(NamedTuple):
@@ -172,10 +171,10 @@ class PrefixCache:
             if end // size > cached_blocks:
                 self._prefilling.add(lease)
         if not resumed:
-            self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
+            lease._counts = self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
         self._leases.add(lease)
         if self._listeners and cached_blocks:
-            self._tell(Hit(namespace, tokens[: cached_blocks * size], 0, match.block_ids()))
+            self._tell(Hit(namespace, keep(tokens[: cached_blocks * size]), 0, match.block_ids()))
         return lease
 
     def extend(self, lease: Lease, n: int = 1) -> bool:
@@ -229,7 +228,7 @@ class PrefixCache:
             self._prefilling.remove(lease)
         if self._listeners and len(own):
             start = (last - len(own)) * self.block_size
-            self._tell(Stored(lease.namespace, tokens[: last * self.block_size], start, own.copy()))
+            self._tell(Stored(lease.namespace, keep(tokens[: last * self.block_size]), start, own.copy()))
 
     def fork(self, lease: Lease, n: int) -> list[Lease] | None:
         """``n`` copies of a sequence that go their own ways: they share its computed full blocks and copy its partial one.
@@ -340,7 +339,7 @@ class PrefixCache:
             nodes=self.tree.num_nodes,
             evicted_blocks=self.tree.num_evicted_blocks,
             total=self._recorder.total(),
-            namespaces={name: replace(counts) for name, counts in self._recorder.namespaces().items()},
+            namespaces=self._recorder.namespaces(),
         )
 
     def check(self) -> None:
@@ -420,10 +419,10 @@ class PrefixCache:
             tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
             if len(tail):
                 self.tree.remember_tail(node, tail)
-        if self.tree.num_namespaces > 1 and finding.unknown >= size:
+        if lease._counts is not None and self.tree.num_namespaces > 1 and finding.unknown >= size:
             elsewhere = found_elsewhere(self.tree, lease.namespace, prompt, finding.position)
             if elsewhere:
-                self._recorder.move(lease.namespace, finding, elsewhere)
+                lease._counts.move_to_namespace(elsewhere, finding)
 
     def _tell(self, event: Event) -> None:
         for listener in tuple(self._listeners):

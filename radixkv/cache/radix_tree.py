@@ -111,8 +111,12 @@ class RadixTree:
                 pieces.append(edge.blocks)
                 node, offset = edge, live
                 position += live * size
-            if edge.num_tokens > live * size:
-                break  # what comes next is remembered at most
+            if edge.num_tokens > live * size:  # what comes next is remembered at most
+                if not live and isinstance(entry, Siblings):
+                    other, rows = entry.closest_with_blocks(rest)
+                    if other is not None:
+                        (partial,) = unpack_from("i", other.blocks)
+                break
             edge = None
         return _new(Match, (node, offset, pieces, position // size, partial, rows, edge, common if edge is not None else 0))
 
@@ -610,7 +614,7 @@ class RadixTree:
                 assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
                 assert child.num_tokens == len(child.tokens), "an edge's tokens were miscounted"
                 assert child.first_token == first, "a child is filed under another key"
-                if isinstance(entry, Siblings):
-                    assert entry.closest(child.tokens) is child, "a child is filed under another key"
+            if isinstance(entry, Siblings):
+                entry.check()
         firsts = [child.tokens[:size].tobytes() for child in children]
         assert len(set(firsts)) == len(firsts), "siblings begin with the same block"
