@@ -13,6 +13,7 @@ from radixkv.cache.attribution import attribute, found_elsewhere
 from radixkv.cache.block_pool import BlockIds, BlockPool, PackedIds, unpack
 from radixkv.cache.events import Event, Evicted, Hit, Listener, Stored
 from radixkv.cache.eviction import EvictionPolicy, EvictionPolicyName, eviction_policy
+from radixkv.cache.invariants import check_leases
 from radixkv.cache.lease import Lease
 from radixkv.cache.miss import Finding
 from radixkv.cache.node import Node, Root
@@ -346,27 +347,7 @@ class PrefixCache:
         """Assert every invariant of pool, tree and leases.  O(blocks + tokens held); for tests."""
         self.pool.check()
         self.tree.check()
-        held = np.zeros(self.pool.num_blocks, dtype=np.int64)
-        ends: dict[int, int] = {}
-        for lease in self._leases:
-            assert len(np.unique(lease.block_table)) == lease._num_blocks, "a lease holds a block twice"
-            np.add.at(held, lease._table[lease._num_published : lease._num_blocks], 1)
-            ends[id(lease._node)] = ends.get(id(lease._node), 0) + 1
-            published = unpack(*(node.blocks for node in lease._node.path()))
-            assert np.array_equal(published, lease._table[: lease._num_published]), (
-                "a lease's table and the tree differ about its published blocks"
-            )
-        for _, copy in self._copies:
-            held[copy.source] += 1
-        for node in self.tree.nodes():
-            held[unpack(node.blocks)] += 1
-            locked_children = sum(child.lock_count > 0 for child in node.all_children())
-            assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
-        wrong = np.flatnonzero(held != self.pool.refcounts())
-        assert not len(wrong), f"blocks {wrong[:5].tolist()} have other reference counts than holders"
-        for lease in self._prefilling:
-            assert lease in self._leases, "a prompt that is gone counts as being computed"
-            assert lease._num_published < len(lease._prompt) // self.block_size, "a computed prompt counts as being computed"
+        check_leases(self)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
