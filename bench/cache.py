@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from bench import cache_peers
 from bench.cache_growth import CHAT_TURN_BLOCKS, OPERATIONS, TOKEN_BYTES
-from bench.cache_trace import BLOCK_SIZE, has_attribution_flag, load_requests
+from bench.cache_trace import BLOCK_SIZE, load_requests
 from bench.cost_plot import Panel, cost_svg
 from bench.fresh_process import ChildError, run_fresh
 
@@ -300,8 +300,6 @@ def cache(
     plot
         SVG file to plot cost against size to; of growth and chat.
     """
-    if no_attribution and not has_attribution_flag():
-        raise ValueError("--no-attribution: this radixkv's PrefixCache has no attribution to leave out")
     if plot is not None and part == "trace":
         raise ValueError("--plot shows cost against size; --part trace has one size")
     if plot is not None and plot.suffix != ".svg":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -41,8 +40,7 @@ class Radixkv:
     operations: tuple[str, ...] = ("acquire", "publish", "release")
 
     def __init__(self, capacity_tokens: int, *, attribution: bool = True) -> None:
-        options = {} if attribution else {"attribution": False}
-        self.cache = PrefixCache(capacity_tokens // BLOCK_SIZE, BLOCK_SIZE, **options)  # type: ignore[arg-type, unused-ignore]
+        self.cache = PrefixCache(capacity_tokens // BLOCK_SIZE, BLOCK_SIZE, attribution=attribution)
 
     def prepare(self, tokens: Tokens) -> Tokens:
         return tokens
@@ -59,11 +57,6 @@ class Radixkv:
         cache.release(lease)
         lap()
         return lease.num_cached_tokens
-
-
-def has_attribution_flag() -> bool:
-    """Whether this radixkv can be told to leave out miss attribution."""
-    return "attribution" in inspect.signature(PrefixCache).parameters
 
 
 def load_requests(trace: Path | None, count: int) -> list[TraceRequest]:

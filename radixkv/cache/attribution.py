@@ -56,10 +56,10 @@ def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefi
             partial_block = known - reached - evicted
     rest = len(tokens) - known
     if not rest:  # all of it is known, but the last token would have been computed in any case
-        if evicted:
-            evicted -= 1
-        elif partial_block:
+        if partial_block:
             partial_block -= 1
+        elif evicted:
+            evicted -= 1
         elif in_flight:
             in_flight -= 1
     elif common == length and theirs is edge.edge and edge.children:

@@ -121,7 +121,7 @@ class EvictionOrder:
         else:
             heappush(self._retained, (hold.priority, self.policy.value(leaf), leaf.last_use, leaf, hold))
             heappush(self._deadlines, (hold.until, leaf.last_use, leaf, hold))
-            if len(self._deadlines) > self._sweep_at:
+            if len(self._retained) > self._sweep_at:
                 self._sweep()
 
     def victim(self, now: float) -> Node | None:
@@ -162,7 +162,7 @@ class EvictionOrder:
         heapify(self._heap)
         heapify(self._retained)
         heapify(self._deadlines)
-        self._sweep_at = 2 * max(len(self._heap), len(self._deadlines)) + 64
+        self._sweep_at = 2 * max(len(self._heap), len(self._retained)) + 64
 
     def leaves(self) -> set[Node]:
         """Every leaf that has a valid entry.  O(entries); for checks."""

@@ -6,6 +6,7 @@ from radixkv.cache.block_pool import BlockIds
 from radixkv.cache.miss import Finding, Miss
 from radixkv.cache.node import Node
 from radixkv.cache.retention import Retention
+from radixkv.cache.stats import HitCounts
 from radixkv.cache.tokens import NO_TOKENS, Tokens
 
 
@@ -13,8 +14,8 @@ class Lease:
     """A sequence's hold on its blocks, from ``acquire`` or ``fork`` until ``release``.  Only the cache changes it."""
 
     __slots__ = (
-        "_finding", "_node", "_num_blocks", "_num_published", "_prompt", "_released", "_retention", "_table", "namespace",
-        "num_cached_tokens", "num_computed_tokens", "num_matched_tokens", "num_tokens", "write_start",
+        "_counts", "_finding", "_node", "_num_blocks", "_num_published", "_prompt", "_released", "_retention", "_table",
+        "namespace", "num_cached_tokens", "num_computed_tokens", "num_matched_tokens", "num_tokens", "write_start",
     )  # fmt: skip
 
     def __init__(
@@ -30,6 +31,8 @@ class Lease:
         self._prompt: Tokens = NO_TOKENS
         """Kept for miss attribution."""
         self._finding: Finding | None = None
+        self._counts: HitCounts | None = None
+        """Where its prompt was counted."""
         self._retention: Retention | None = None
         self.namespace = namespace
         self.num_tokens = num_tokens

@@ -83,6 +83,41 @@ class Node:
             else:
                 yield child
 
+    def child_like(self, tokens: Tokens) -> Node | None:
+        """The child that shares the most leading tokens with ``tokens``, at least one; None if there is none."""
+        child = self.children.get(tokens.item(0)) if self.children else None
+        return child.closest(tokens) if isinstance(child, Siblings) else child
+
+    def add_child(self, child: Node, block_size: int) -> None:
+        """Put ``child`` among the children, none of which begins with the same block."""
+        if self.children is None:
+            self.children = {}
+        first = child.first_token
+        present = self.children.get(first)
+        if present is None:
+            self.children[first] = child
+        elif isinstance(present, Siblings):
+            present.add(child)
+        else:
+            self.children[first] = Siblings(block_size, present, child)
+
+    def leave_parent(self) -> None:
+        """Be no child any more."""
+        parent = self.parent
+        assert parent is not None
+        assert parent.children is not None
+        first = self.first_token
+        present = parent.children[first]
+        if isinstance(present, Siblings):
+            present.remove(self)
+            if len(present) == 1:
+                (parent.children[first],) = present
+        else:
+            del parent.children[first]
+            if not parent.children:
+                parent.children = None
+        self.parent = None
+
     def any_child(self) -> Node:
         """One of the children; there must be some."""
         assert self.children is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +13,14 @@ from radixkv.cache.attribution import attribute, found_elsewhere
 from radixkv.cache.block_pool import BlockIds, BlockPool, PackedIds, unpack
 from radixkv.cache.events import Event, Evicted, Hit, Listener, Stored
 from radixkv.cache.eviction import EvictionPolicy, EvictionPolicyName, eviction_policy
+from radixkv.cache.invariants import check_leases
 from radixkv.cache.lease import Lease
 from radixkv.cache.miss import Finding
 from radixkv.cache.node import Node, Root
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
-from radixkv.cache.tokens import Tokens, as_tokens
+from radixkv.cache.tokens import Tokens, as_tokens, keep
 
 
 class BlockCopy(NamedTuple):
@@ -172,10 +172,10 @@ class PrefixCache:
             if end // size > cached_blocks:
                 self._prefilling.add(lease)
         if not resumed:
-            self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
+            lease._counts = self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
         self._leases.add(lease)
         if self._listeners and cached_blocks:
-            self._tell(Hit(namespace, tokens[: cached_blocks * size], 0, match.block_ids()))
+            self._tell(Hit(namespace, keep(tokens[: cached_blocks * size]), 0, match.block_ids()))
         return lease
 
     def extend(self, lease: Lease, n: int = 1) -> bool:
@@ -229,7 +229,7 @@ class PrefixCache:
             self._prefilling.remove(lease)
         if self._listeners and len(own):
             start = (last - len(own)) * self.block_size
-            self._tell(Stored(lease.namespace, tokens[: last * self.block_size], start, own.copy()))
+            self._tell(Stored(lease.namespace, keep(tokens[: last * self.block_size]), start, own.copy()))
 
     def fork(self, lease: Lease, n: int) -> list[Lease] | None:
         """``n`` copies of a sequence that go their own ways: they share its computed full blocks and copy its partial one.
@@ -340,34 +340,14 @@ class PrefixCache:
             nodes=self.tree.num_nodes,
             evicted_blocks=self.tree.num_evicted_blocks,
             total=self._recorder.total(),
-            namespaces={name: replace(counts) for name, counts in self._recorder.namespaces().items()},
+            namespaces=self._recorder.namespaces(),
         )
 
     def check(self) -> None:
         """Assert every invariant of pool, tree and leases.  O(blocks + tokens held); for tests."""
         self.pool.check()
         self.tree.check()
-        held = np.zeros(self.pool.num_blocks, dtype=np.int64)
-        ends: dict[int, int] = {}
-        for lease in self._leases:
-            assert len(np.unique(lease.block_table)) == lease._num_blocks, "a lease holds a block twice"
-            np.add.at(held, lease._table[lease._num_published : lease._num_blocks], 1)
-            ends[id(lease._node)] = ends.get(id(lease._node), 0) + 1
-            published = unpack(*(node.blocks for node in lease._node.path()))
-            assert np.array_equal(published, lease._table[: lease._num_published]), (
-                "a lease's table and the tree differ about its published blocks"
-            )
-        for _, copy in self._copies:
-            held[copy.source] += 1
-        for node in self.tree.nodes():
-            held[unpack(node.blocks)] += 1
-            locked_children = sum(child.lock_count > 0 for child in node.all_children())
-            assert node.lock_count == ends.get(id(node), 0) + locked_children, "a lock is held by nobody"
-        wrong = np.flatnonzero(held != self.pool.refcounts())
-        assert not len(wrong), f"blocks {wrong[:5].tolist()} have other reference counts than holders"
-        for lease in self._prefilling:
-            assert lease in self._leases, "a prompt that is gone counts as being computed"
-            assert lease._num_published < len(lease._prompt) // self.block_size, "a computed prompt counts as being computed"
+        check_leases(self)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -420,10 +400,10 @@ class PrefixCache:
             tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
             if len(tail):
                 self.tree.remember_tail(node, tail)
-        if self.tree.num_namespaces > 1 and finding.unknown >= size:
+        if lease._counts is not None and self.tree.num_namespaces > 1 and finding.unknown >= size:
             elsewhere = found_elsewhere(self.tree, lease.namespace, prompt, finding.position)
             if elsewhere:
-                self._recorder.move(lease.namespace, finding, elsewhere)
+                lease._counts.move_to_namespace(elsewhere, finding)
 
     def _tell(self, event: Event) -> None:
         for listener in tuple(self._listeners):

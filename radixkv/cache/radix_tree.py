@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from struct import unpack_from
 from typing import NamedTuple
 
-import numpy as np
-
 from radixkv.cache.block_pool import BlockIds, PackedIds, unpack
-from radixkv.cache.eviction import EvictionOrder, EvictionPolicy, is_evictable
+from radixkv.cache.eviction import EvictionOrder, EvictionPolicy
+from radixkv.cache.invariants import check_tree
 from radixkv.cache.node import EvictionStamp, Node, Root
 from radixkv.cache.retention import Retention
 from radixkv.cache.siblings import Siblings
@@ -111,8 +110,12 @@ class RadixTree:
                 pieces.append(edge.blocks)
                 node, offset = edge, live
                 position += live * size
-            if edge.num_tokens > live * size:
-                break  # what comes next is remembered at most
+            if edge.num_tokens > live * size:  # what comes next is remembered at most
+                if not live and isinstance(entry, Siblings):
+                    other, rows = entry.closest_with_blocks(rest)
+                    if other is not None:
+                        (partial,) = unpack_from("i", other.blocks)
+                break
             edge = None
         return _new(Match, (node, offset, pieces, position // size, partial, rows, edge, common if edge is not None else 0))
 
@@ -245,7 +248,7 @@ class RadixTree:
                 if at == last:
                     break
             rest = tokens[at * size : end]
-            child = self._child(node, rest)
+            child = node.child_like(rest)
             common = common_prefix(child.edge, rest) if child is not None else 0
             if child is None or common < size:
                 if child is not None and child.num_tokens < size:
@@ -337,46 +340,11 @@ class RadixTree:
 
     def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: PackedIds) -> Node:
         leaf = Node(parent, first, tokens[first * self.block_size : end], blocks)
-        self._file(parent, leaf)
+        parent.add_child(leaf, self.block_size)
         parent.live_children += 1
         self.num_nodes += 1
         self.num_blocks += leaf.num_blocks
         return leaf
-
-    def _file(self, parent: Node, child: Node) -> None:
-        """Put ``child`` among its parent's children, none of which begins with the same block."""
-        if parent.children is None:
-            parent.children = {}
-        first = child.first_token
-        present = parent.children.get(first)
-        if present is None:
-            parent.children[first] = child
-        elif isinstance(present, Siblings):
-            present.add(child)
-        else:
-            parent.children[first] = Siblings(self.block_size, present, child)
-
-    def _unfile(self, child: Node) -> None:
-        """Take ``child`` from its parent's children."""
-        parent = child.parent
-        assert parent is not None
-        assert parent.children is not None
-        first = child.first_token
-        present = parent.children[first]
-        if isinstance(present, Siblings):
-            present.remove(child)
-            if len(present) == 1:
-                (parent.children[first],) = present
-        else:
-            del parent.children[first]
-            if not parent.children:
-                parent.children = None
-        child.parent = None
-
-    def _child(self, node: Node, tokens: Tokens) -> Node | None:
-        """The child that shares the most leading tokens with ``tokens``."""
-        child = node.children.get(tokens.item(0)) if node.children else None
-        return child.closest(tokens) if isinstance(child, Siblings) else child
 
     def _split(self, node: Node, offset: int) -> Node:
         """Cut ``node``'s edge after ``offset`` of its blocks; ``node`` keeps the lower part, its identity and its leases."""
@@ -458,7 +426,7 @@ class RadixTree:
         if leaf.last_use > parent.last_use:
             parent.last_use = leaf.last_use
         if not self.remember_blocks:
-            self._unfile(leaf)
+            leaf.leave_parent()
         if not (parent.live_children or parent.lock_count):
             self._became_leaf(parent)
 
@@ -494,13 +462,13 @@ class RadixTree:
 
     def remember_tail(self, node: Node, tokens: Tokens) -> None:
         """Remember ``tokens``, fewer than a block, as having followed ``node``, whose blocks the caller has locked."""
-        if node.num_tokens > node.num_blocks * self.block_size or self._child(node, tokens) is not None:
+        if node.num_tokens > node.num_blocks * self.block_size or node.child_like(tokens) is not None:
             return  # something else that begins alike is remembered there: that will do
         tail = Node(node, node.start + node.num_blocks, tokens, b"")
         tail.evicted = EvictionStamp(0.0, 0)
         self._remembering.append(tail)
         self.num_remembered_blocks += 1
-        self._file(node, tail)
+        node.add_child(tail, self.block_size)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -515,7 +483,7 @@ class RadixTree:
             else:  # the usual case
                 node.evicted = None
                 self.num_remembered_blocks -= -(-node.num_tokens // self.block_size)
-                self._unfile(node)
+                node.leave_parent()
 
     def _forget(self, node: Node) -> None:
         """Forget the remembered tokens of a node and all below it."""
@@ -533,7 +501,7 @@ class RadixTree:
                 step.tokens = step.tokens[: live * self.block_size]
                 continue
             parent = step.parent
-            self._unfile(step)
+            step.leave_parent()
             if parent.__class__ is Root:
                 self._drop_if_empty(parent)
 
@@ -544,7 +512,7 @@ class RadixTree:
             if node.evicted is not None:
                 self._forget(node)
 
-    # -- checking ------------------------------------------------------------------------------------------------
+    # -- looking at all of it -------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:
         """Every node, the roots and those that only remember too."""
@@ -555,62 +523,5 @@ class RadixTree:
             stack.extend(node.all_children())
 
     def check(self) -> None:
-        """Assert every invariant of the tree alone.  O(tokens held)."""
-        size = self.block_size
-        seen: list[PackedIds] = []
-        num_nodes = num_unlocked = num_remembered = 0
-        assert self._nothing.children is None, "the empty root has grown"
-        assert self._nothing.lock_count == 0, "the empty root is locked"
-        leaves = self.order.leaves()
-        remembering = set(self._remembering)
-        for node in self.nodes():
-            self._check_children(node)
-            if isinstance(node, Root):
-                assert node.children or node.lock_count, "an empty namespace was kept"
-                assert self._roots.get(node.namespace) is node, "a namespace is filed under another name"
-                continue
-            num_remembered += self._remembered(node)
-            assert node.uses >= 0, "uses were handed up twice"
-            assert node.num_tokens > 0, "a node is empty"
-            assert node.num_tokens >= node.num_blocks * size, "a block has no tokens"
-            assert len(node.blocks) == 4 * node.num_blocks, "a node's blocks were miscounted"
-            assert node.evicted is None or node in remembering, "remembered tokens would never be forgotten"
-            if not node.num_blocks:
-                assert node.evicted is not None, "a node without blocks is kept for nothing"
-                assert node.lock_count == 0, "a node without blocks is locked"
-                continue
-            num_nodes += 1
-            seen.append(node.blocks)
-            if node.evicted is None:
-                assert node.num_tokens - node.num_blocks * size < size, "a whole block is remembered that was not evicted"
-            if node.lock_count == 0:
-                num_unlocked += node.num_blocks
-            assert (node in leaves) == is_evictable(node), "the eviction order's leaves are not the unlocked leaves"
-        blocks = unpack(*seen)
-        assert len(np.unique(blocks)) == len(blocks), "the tree holds a block twice"
-        counted = (num_nodes, len(blocks), num_unlocked, num_remembered)
-        cached = (self.num_nodes, self.num_blocks, self.num_unlocked_blocks, self.num_remembered_blocks)
-        assert cached == counted, f"cached sizes {cached} differ from recounted ones {counted}"
-        assert num_remembered <= self.remember_blocks, "more is remembered than allowed"
-
-    def _check_children(self, node: Node) -> None:
-        size = self.block_size
-        children = list(node.all_children())
-        assert node.children is None or children, "an empty dict of children was kept"
-        assert node.lock_count >= sum(child.lock_count > 0 for child in children), "a locked node's parent is not locked"
-        assert node.live_children == sum(child.num_blocks > 0 for child in children), "children with blocks were miscounted"
-        if children:
-            assert node.num_tokens % size == 0, "children hang behind an incomplete block"
-        if node.live_children:
-            assert node.num_tokens == node.num_blocks * size, "a block hangs below one that was evicted"
-        for first, entry in (node.children or {}).items():
-            for child in entry if isinstance(entry, Siblings) else (entry,):
-                assert child.parent is node, "a child's parent is another node"
-                assert child.start == node.start + node.num_tokens // size, "a node's start is wrong"
-                assert child.tokens.dtype == np.int32, "tokens of another type compare as other bytes"
-                assert child.num_tokens == len(child.tokens), "an edge's tokens were miscounted"
-                assert child.first_token == first, "a child is filed under another key"
-                if isinstance(entry, Siblings):
-                    assert entry.closest(child.tokens) is child, "a child is filed under another key"
-        firsts = [child.tokens[:size].tobytes() for child in children]
-        assert len(set(firsts)) == len(firsts), "siblings begin with the same block"
+        """Assert every invariant of the tree alone.  O(tokens held); for tests."""
+        check_tree(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedDict
@@ -60,3 +61,23 @@ class Siblings:
         after = nodes[at]
         first = tokens[: self._size]
         return after if common_prefix(after.edge, first) > common_prefix(before.edge, first) else before
+
+    def closest_with_blocks(self, tokens: Tokens) -> tuple[Node | None, int]:
+        """The same of the nodes that have blocks, and the leading tokens shared; looks at no more than 64 on each side."""
+        first = tokens[: self._size]
+        key = first.tobytes()
+        by_block = self._by_block
+        best, longest = None, 0
+        for keys in (by_block.irange(minimum=key), by_block.irange(maximum=key, reverse=True)):
+            for candidate in islice(keys, 64):
+                node: Node = by_block[candidate]
+                if node.num_blocks:
+                    common = common_prefix(node.edge, first)
+                    if common > longest:
+                        best, longest = node, common
+                    break  # the others on this side share less
+        return best, longest
+
+    def check(self) -> None:
+        """Assert that each node is filed under its own first block."""
+        assert all(key == self._key(node) for key, node in self._by_block.items()), "a child is filed under another key"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from radixkv.cache.miss import Finding, MissReason
@@ -34,6 +34,14 @@ class HitCounts:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def move_to_namespace(self, tokens: int, finding: Finding) -> None:
+        """``tokens`` of those that ``finding`` calls new or diverged turn out to be cached in another namespace."""
+        self.namespace += tokens
+        if finding.diverged:
+            self.diverged -= tokens
+        else:
+            self.new -= tokens
+
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens served from the cache; 0 before the first request."""
@@ -55,10 +63,8 @@ class Recorder:
         self._counts = HitCounts()
         """Those of namespace ``_last``."""
 
-    def counts(self, namespace: str) -> HitCounts:
-        """The counters of a namespace, to be added to at once."""
-        if namespace == self._last:
-            return self._counts
+    def _switch(self, namespace: str) -> HitCounts:
+        """The counters of a namespace other than the last one's."""
         by_namespace = self._by_namespace
         counts = by_namespace.get(namespace)
         if counts is None:
@@ -70,13 +76,14 @@ class Recorder:
         self._last, self._counts = namespace, counts
         return counts
 
-    def record(self, namespace: str, prompt_tokens: int, cached_tokens: int, finding: Finding | None) -> None:
-        counts = self.counts(namespace)
+    def record(self, namespace: str, prompt_tokens: int, cached_tokens: int, finding: Finding | None) -> HitCounts:
+        """Count a prompt; returns where."""
+        counts = self._counts if namespace == self._last else self._switch(namespace)
         counts.requests += 1
         counts.prompt_tokens += prompt_tokens
         counts.cached_tokens += cached_tokens
         if finding is None:
-            return
+            return counts
         unknown = finding.unknown
         if finding.diverged:
             counts.diverged += unknown
@@ -90,15 +97,7 @@ class Recorder:
             counts.partial_block += finding.partial_block
         if finding.in_flight:
             counts.in_flight += finding.in_flight
-
-    def move(self, namespace: str, finding: Finding, tokens: int) -> None:
-        """``tokens`` of what was found new or diverged turn out to be cached in another namespace."""
-        counts = self.counts(namespace)
-        counts.namespace += tokens
-        if finding.diverged:
-            counts.diverged -= tokens
-        else:
-            counts.new -= tokens
+        return counts
 
     def total(self) -> HitCounts:
         total = HitCounts()
@@ -108,7 +107,11 @@ class Recorder:
         return total
 
     def namespaces(self) -> dict[str, HitCounts]:
-        return {**self._by_namespace, OTHERS: self._others} if self._others.requests else dict(self._by_namespace)
+        """Copies of the counters."""
+        namespaces = {name: replace(counts) for name, counts in self._by_namespace.items()}
+        if self._others.requests:
+            namespaces.setdefault(OTHERS, HitCounts()).add(self._others)
+        return namespaces
 
 
 @dataclass(frozen=True, slots=True)

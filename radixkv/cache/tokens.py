@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -49,10 +50,22 @@ def keep(tokens: Tokens) -> Tokens:
     because it would keep all of the buffer in memory.
     """
     base = tokens.base
-    if tokens.flags.writeable or (base is not None and not (isinstance(base, np.ndarray) and base.size <= 2 * tokens.size)):
+    if tokens.flags.writeable or (base is not None and _num_bytes(base) > 2 * tokens.nbytes):
         tokens = tokens.copy()
         tokens.flags.writeable = False
     return tokens
+
+
+def _num_bytes(buffer: object) -> float:
+    """Size of the memory that an array's base keeps alive."""
+    while isinstance(buffer, np.ndarray):
+        if buffer.base is None:
+            return buffer.nbytes
+        buffer = buffer.base
+    try:
+        return memoryview(buffer).nbytes  # type: ignore[arg-type]
+    except TypeError:
+        return inf  # not to be known
 
 
 Edge = Tokens | bytes

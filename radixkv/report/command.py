@@ -51,7 +51,7 @@ def replay(
         Compute the LRU hit rate at every capacity in one pass, and the knee: the capacity that reaches 80 % of the hits an
         unbounded cache has.
     plot
-        Draw the curve into this file, whose name ends in `.html`, `.svg` or `.png`. Implies `--curve`. PNG needs matplotlib.
+        Draw the curve into this file, whose name ends in `.html` or `.svg`. Implies `--curve`.
     model
         Model to say in GiB what a capacity of the curve takes: an alias, a Hugging Face folder or hub id, or a `.gguf` file.
     json

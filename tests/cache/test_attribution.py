@@ -361,7 +361,6 @@ def test_less_than_a_block_elsewhere_is_not_looked_for():
     assert cache.stats().namespaces["b"].missed["namespace"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="its last look is taken, and counted, at each release, though its prompt is counted once")
 def test_a_preempted_prompt_is_found_in_another_namespace_once():
     cache = PrefixCache(64, 4)
     serve(cache, LONG, "a")
@@ -379,7 +378,6 @@ def test_the_last_token_of_a_wholly_cached_prompt_is_the_only_miss():
     assert reasons(cached(32, 4, LONG).acquire(LONG[:7])) == {"last_token": 1}
 
 
-@pytest.mark.xfail(strict=True, reason="one token less is counted as evicted, though the last one was in the partial block")
 def test_the_last_token_is_taken_off_the_reason_that_it_would_have_had():
     cache = cached(32, 4, LONG[:10])
     cache.evict(99)
@@ -457,7 +455,6 @@ def test_a_cache_larger_by_the_blocks_evicted_since_would_have_had_the_first_tha
             assert held(larger, np.array(values)) >= whole // 4
 
 
-@pytest.mark.xfail(strict=True, reason="a remembered child that is closer hides one whose rows could be copied")
 @settings(deadline=None)
 @given(st.lists(st.tuples(prompts, st.integers(0, 3)), max_size=20))
 @example([([0, 1, 2, 2], 0), ([0, 1, 1, 1], 1), ([0, 1, 2, 0, 0], 0)])

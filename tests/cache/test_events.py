@@ -177,7 +177,6 @@ def test_what_a_listener_does_to_an_events_block_ids_harms_nothing():
     cache.check()
 
 
-@pytest.mark.xfail(strict=True, reason="Stored.tokens and Hit.tokens are views of the caller's own, writable buffer")
 def test_an_events_tokens_stay_what_they_were_when_the_prompts_buffer_is_used_again():
     cache, heard = listened()
     buffer = LONG.copy()

@@ -309,7 +309,6 @@ class Frame(bytearray):
     """A received message, say; its like can be watched, which a plain bytearray can't."""
 
 
-@pytest.mark.xfail(strict=True, reason="of a slice of such an array keep() sees the array as its base, and that is small")
 def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory():
     message = Frame(4_000_000)
     alive = weakref.ref(message)

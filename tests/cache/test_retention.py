@@ -319,7 +319,6 @@ def test_a_retention_out_of_range_is_refused_by_name_and_changes_nothing(retenti
     assert Retention(100, 0.001).validate() == Retention(100, 0.001)
 
 
-@pytest.mark.xfail(strict=True, reason="entries of retained leaves whose time is over are neither popped nor counted for sweep()")
 def test_retention_that_is_over_leaves_nothing_in_memory():
     clock = Clock()
     cache = PrefixCache(8, 4, clock=clock)

@@ -194,13 +194,6 @@ def test_the_suffix_says_what_is_written(tmp_path: Path, suffix: str) -> None:
     assert path.read_text().startswith("<!DOCTYPE html>" if suffix == ".html" else "<svg")
 
 
-@pytest.mark.parametrize("report", REPORTS)
-def test_a_png_is_drawn_where_matplotlib_is(tmp_path: Path, report: CurveReport) -> None:
-    pytest.importorskip("matplotlib")
-    write_plot(report, tmp_path / "curve.png", title="t")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_of_a_hub_id_only_the_configuration_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
