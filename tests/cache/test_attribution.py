@@ -458,6 +458,7 @@ def test_a_cache_larger_by_the_blocks_evicted_since_would_have_had_the_first_tha
 @settings(deadline=None)
 @given(st.lists(st.tuples(prompts, st.integers(0, 3)), max_size=20))
 @example([([0, 1, 2, 2], 0), ([0, 1, 1, 1], 1), ([0, 1, 2, 0, 0], 0)])
+@example([([0, 1, 1, 1], 0), ([0, 1, 1, 2], 0), ([0, 0, 0, 0], 1), ([0, 1, 1, 1, 0], 0)])
 def test_attribution_changes_nothing_about_what_is_found(steps: list[tuple[list[int], int]]):
     explained, plain = PrefixCache(16, 4, attribution=True), PrefixCache(16, 4, attribution=False)
     for values, evicted in steps:

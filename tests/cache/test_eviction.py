@@ -186,6 +186,21 @@ def test_lfu_evicts_the_least_used_and_of_equals_the_least_recent():
     assert left == [[1, 0, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
+def test_lfu_stays_exact_through_many_uses_that_leave_stale_entries():
+    random = np.random.default_rng(4)
+    cache = PrefixCache(200, 4, policy="lfu")
+    candidates = [LONG[:8] + 100 * i for i in range(60)]
+    uses, last_use = [0] * 60, [0] * 60
+    for tick in range(1500):
+        i = tick if tick < 60 else int(60 * random.random() ** 3)
+        serve(cache, candidates[i])
+        uses[i], last_use[i] = uses[i] + 1, tick
+    order: list[int] = []
+    while cache.evict(2):
+        order += [i for i in range(60) if i not in order and not held(cache, candidates[i])]
+    assert order == sorted(range(60), key=lambda i: (uses[i], last_use[i]))
+
+
 def test_lfu_keeps_a_popular_prefix_through_a_scan_that_lru_would_lose_it_to():
     for policy, expected in (("lfu", 2), ("lru", 0)):
         cache = PrefixCache(8, 4, policy=policy)

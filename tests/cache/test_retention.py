@@ -141,10 +141,10 @@ def test_many_hits_leave_the_order_of_retained_prefixes_right():
     clock = Clock()
     cache = PrefixCache(200, 4, clock=clock)
     candidates = prompts(40)
-    given = [Retention(int(random.integers(1, 4)), float(random.choice([50, 400, 1e6]))) for _ in candidates]
+    given = [Retention(int(random.integers(1, 4)), float(random.choice([50, 150, 400, 1e6]))) for _ in candidates]
     last_use = dict.fromkeys(range(40), (0, 0.0))
     for use in range(1000):
-        i = use if use < 40 else int(random.integers(40))
+        i = use if use < 40 else int(random.integers(10, 40))  # the first ten are never used again
         clock.now += 0.25
         serve(cache, candidates[i], retention=given[i])
         last_use[i] = (use, clock.now)
