@@ -255,7 +255,7 @@ def test_a_policy_of_ones_own_decides_and_is_told():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ValueError, match="eviction policy must be one of lru, lfu, cost, got 'fifo'"):
+    with pytest.raises(ValueError, match="policy must be one of lru, lfu, cost or an EvictionPolicy, got 'fifo'"):
         PrefixCache(8, 4, policy="fifo")
 
 
