@@ -8,6 +8,8 @@ from typing import Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Policy = Literal["lpm", "fcfs", "dfs-weight"]
+EvictionPolicy = Literal["lru", "lfu", "cost"]
+"""The cache's own, spelled out because the command line must not load numpy to show its help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,9 @@ class EngineConfig:
         Order of the waiting queue: ``lpm`` (longest cached prefix first, with aging), ``fcfs``, or ``dfs-weight``.
     aging_tokens_per_second
         Under ``lpm``, each second of waiting counts as this many cached tokens, so that a cold request waits a bounded time.
+    eviction_policy
+        Which cached blocks go first: ``lru`` (least recently used), ``lfu`` (least often used, with ageing), or ``cost`` (least
+        often used and cheapest to compute again).
     num_threads
         CPU threads of the engine. All cores if not given.
     """
@@ -54,6 +59,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "lpm"
     aging_tokens_per_second: float = 256.0
+    eviction_policy: EvictionPolicy = "lru"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

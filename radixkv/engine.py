@@ -60,7 +60,12 @@ class Engine:
 
     def _start_empty(self) -> None:
         config = self.config
-        self.cache = PrefixCache(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.cache = PrefixCache(
+            config.num_blocks,
+            config.block_size,
+            policy=config.eviction_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
         self.scheduler = Scheduler(
             self.cache,
             queue_policy(config.policy, config.aging_tokens_per_second),
@@ -215,6 +220,7 @@ class Engine:
             "requests": cache.total.requests,
             "prompt_tokens": cache.total.prompt_tokens,
             "cached_tokens": cache.total.cached_tokens,
+            "missed_tokens": cache.total.missed,
             "generated_tokens": self._generated_tokens,
             "prefill_tokens_computed": self._prompt_tokens_computed,
             "prefill_seconds": self._prefill_seconds,

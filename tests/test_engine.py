@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from radixkv.config import EngineConfig
+from radixkv.cache.eviction import LFU, EvictionPolicyName
+from radixkv.config import EngineConfig, EvictionPolicy
 from radixkv.engine import Engine
 from radixkv.sampling_params import SamplingParams
 
@@ -220,3 +222,19 @@ def test_a_cache_larger_than_the_memory_is_refused_saying_what_it_takes_and_what
     words = r"kv_cache_tokens must fit into memory: \d+ tokens of this model take 47683\.7 GiB, and \d+\.\d GiB are available"
     with pytest.raises(ValueError, match=words):
         Engine(EngineConfig(model=str(tiny_model), device="cpu", dtype="float32", kv_cache_tokens=10**11))
+
+
+def test_the_engine_says_why_prompts_missed_and_evicts_by_the_policy_of_its_configuration(tiny_model: Path):
+    config = EngineConfig(model=str(tiny_model), device="cpu", kv_cache_tokens=512, max_model_len=256, eviction_policy="lfu")
+    engine = Engine(config)
+    for name in ("first", "again"):
+        engine.add(name, list(range(3, 60)), GREEDY)
+        finish(engine)
+    assert isinstance(engine.cache.tree.order.policy, LFU)
+    stats = engine.stats()
+    assert sum(stats["missed_tokens"].values()) == stats["prompt_tokens"] - stats["cached_tokens"]
+    assert stats["missed_tokens"]["new"] == 57
+
+
+def test_the_configuration_offers_every_eviction_policy_of_the_cache():
+    assert get_args(EvictionPolicy) == get_args(EvictionPolicyName)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import islice
 
 from radixkv.cache.lease import Lease
@@ -12,15 +11,20 @@ from radixkv.cache.tokens import Tokens, common_prefix
 
 _new = tuple.__new__  # what Finding(...) does in the end, at half the time
 
+PREFILLING_COMPARED = 64
+"""Prompts being computed that a new one is compared with; the newest ones."""
+
 NAMESPACES_COMPARED = 8
 """Other namespaces looked into for what a request found new in its own; the newest ones."""
 
 
-def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefilling: Collection[Lease], now: float) -> Finding:
+def attribute(
+    tree: RadixTree, match: Match, tokens: Tokens, namespace: str, matched: int, prefilling: dict[Lease, None], now: float
+) -> Finding:
     """Say why ``tokens[matched:]`` were not found.
 
     ``match`` is that of ``tokens``, ``matched`` the tokens whose K/V will be used, ``prefilling`` the leases whose prompts go on
-    beyond what they have published.  O(prefilling) beyond the match itself, unless evicted tokens or running prompts are compared.
+    beyond what they have published.  O(1) beyond the match itself, unless evicted tokens or running prompts are compared.
     """
     size = tree.block_size
     edge, common = match.edge, match.common
@@ -37,16 +41,18 @@ def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefi
     theirs, length = edge.edge, edge.num_tokens
     in_flight = evicted = partial_block = 0
     reached = matched
-    if prefilling and match.offset == match.node.num_blocks:
-        goes_on = match.num_blocks * size
-        for lease in prefilling:
-            if lease._node is match.node:
-                shared = goes_on + common_prefix(lease._prompt[goes_on:], tokens[goes_on:])
-                if shared > reached:
-                    in_flight += shared - reached
-                    reached = shared
-                    if shared > known:
-                        known, theirs, common, length = shared, lease._prompt, shared, len(lease._prompt)
+    if prefilling and matched < len(tokens):
+        following = tokens.item(matched)
+        for lease in islice(reversed(prefilling), PREFILLING_COMPARED):
+            prompt = lease._prompt
+            if len(prompt) <= reached or prompt.item(matched) != following or lease.namespace != namespace:
+                continue
+            shared = common_prefix(prompt, tokens)
+            if shared > reached:
+                in_flight += shared - reached
+                reached = shared
+                if shared > known:
+                    known, theirs, common, length = shared, prompt, shared, len(prompt)
     if known > reached:
         filled = edge.start * size + edge.num_tokens // size * size  # where the edge's last full block ends
         if edge.evicted is None or filled <= reached or common < edge.num_blocks * size:
@@ -62,7 +68,7 @@ def attribute(tree: RadixTree, match: Match, tokens: Tokens, matched: int, prefi
             evicted -= 1
         elif in_flight:
             in_flight -= 1
-    elif common == length and theirs is edge.edge and edge.children:
+    elif known and common == length and theirs is edge.edge and edge.children:
         other = edge.any_child()
         theirs, common, length = other.edge, 0, other.num_tokens
     diverged = rest if known and common < length else 0

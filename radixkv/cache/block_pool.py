@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        num_blocks, block_size = index(num_blocks), index(block_size)
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         if block_size < 1 or block_size & (block_size - 1):

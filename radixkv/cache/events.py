@@ -31,7 +31,7 @@ class Evicted(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A prompt found its first ``num_tokens`` tokens, in whole blocks; ``start`` is 0."""
+    """A prompt found ``tokens`` cached, in whole blocks; ``start`` is 0."""
 
     namespace: str
     tokens: Tokens

@@ -80,7 +80,7 @@ class Cost:
             self._age = value
 
 
-def eviction_policy(name: str, block_size: int) -> EvictionPolicy:
+def eviction_policy(name: object, block_size: int) -> EvictionPolicy:
     """A new policy.  Raises ``ValueError`` naming the known ones."""
     if name == "lru":
         return LRU()
@@ -88,7 +88,7 @@ def eviction_policy(name: str, block_size: int) -> EvictionPolicy:
         return LFU()
     if name == "cost":
         return Cost(block_size)
-    raise ValueError(f"eviction policy must be one of {', '.join(get_args(EvictionPolicyName))}, got {name!r}")
+    raise ValueError(f"policy must be one of {', '.join(get_args(EvictionPolicyName))} or an EvictionPolicy, got {name!r}")
 
 
 def is_evictable(node: Node) -> bool:
@@ -148,10 +148,10 @@ class EvictionOrder:
     def _decay(self, now: float) -> None:
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
-            _, last_use, leaf, hold = heappop(deadlines)
+            _, _, leaf, hold = heappop(deadlines)
             if leaf.retention is hold:
-                leaf.retention = hold.decayed()
-                if leaf.last_use == last_use and is_evictable(leaf):
+                leaf.retention = hold.decayed(now)
+                if is_evictable(leaf):  # its entry among the retained is void now
                     self.push(leaf)
 
     def _sweep(self) -> None:

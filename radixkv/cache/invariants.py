@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ def check_tree(tree: RadixTree) -> None:
     assert tree._nothing.children is None, "the empty root has grown"
     assert tree._nothing.lock_count == 0, "the empty root is locked"
     leaves = tree.order.leaves()
-    remembering = set(tree._remembering)
+    remembering = {node for node, stamp in tree._remembering if node.evicted is not None and node.evicted.oldest is stamp}
     for node in tree.nodes():
         _check_children(tree, node)
         if isinstance(node, Root):
@@ -91,7 +92,8 @@ def check_leases(cache: PrefixCache) -> None:
         assert np.array_equal(published, lease._table[: lease._num_published]), (
             "a lease's table and the tree differ about its published blocks"
         )
-    for _, copy in cache._copies:
+    assert Counter(copy.source for copy in cache._copies.values()) == cache._sources, "sources of copies were miscounted"
+    for copy in cache._copies.values():
         held[copy.source] += 1
     for node in cache.tree.nodes():
         held[unpack(node.blocks)] += 1

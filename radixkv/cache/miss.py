@@ -48,8 +48,7 @@ class Miss:
     evicted_seconds_ago: float | None
     """Of ``evicted`` tokens."""
     evicted_blocks_since: int | None
-    """Of ``evicted`` tokens: a cache larger by this many blocks would still have held the first of them, under LRU at most this
-    many."""
+    """Of ``evicted`` tokens: under LRU a cache larger by about this many blocks would still have held the first of them."""
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,12 @@ class EvictionStamp(NamedTuple):
 
     time: float
     evicted_before: int
+    first: EvictionStamp | None = None
+    """Of an edge that lost its blocks in several evictions, the first one's stamp: its last blocks went then."""
+
+    @property
+    def oldest(self) -> EvictionStamp:
+        return self.first or self
 
 
 class Node:
@@ -52,7 +58,7 @@ class Node:
         self.uses = 0
         """Releases that ended here, or, once their blocks are gone, below."""
         self.evicted: EvictionStamp | None = None
-        """When the first remembered block was evicted."""
+        """When the first remembered block was evicted, or those behind it."""
         self.retention: Hold | None = None
 
     @property
@@ -82,6 +88,13 @@ class Node:
                 yield from child
             else:
                 yield child
+
+    def siblings(self) -> Siblings | None:
+        """The children of its parent that begin with the same token, if there are others."""
+        assert self.parent is not None
+        assert self.parent.children is not None
+        entry = self.parent.children[self.first_token]
+        return entry if isinstance(entry, Siblings) else None
 
     def child_like(self, tokens: Tokens) -> Node | None:
         """The child that shares the most leading tokens with ``tokens``, at least one; None if there is none."""
@@ -121,7 +134,8 @@ class Node:
     def any_child(self) -> Node:
         """One of the children; there must be some."""
         assert self.children is not None
-        child = next(iter(self.children.values()))
+        # The newest one: a dict is slow to find its oldest entry behind many deleted ones.
+        child = next(reversed(self.children.values()))
         return next(iter(child)) if isinstance(child, Siblings) else child
 
     def path(self) -> list[Node]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +17,14 @@ from radixkv.cache.events import Event, Evicted, Hit, Listener, Stored
 from radixkv.cache.eviction import EvictionPolicy, EvictionPolicyName, eviction_policy
 from radixkv.cache.invariants import check_leases
 from radixkv.cache.lease import Lease
-from radixkv.cache.miss import Finding
 from radixkv.cache.node import Node, Root
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
 from radixkv.cache.tokens import Tokens, as_tokens, keep
+
+_LOOKED_UP_ELSEWHERE = 64
+"""Prompts that :meth:`PrefixCache.stats` looks up in other namespaces."""
 
 
 class BlockCopy(NamedTuple):
@@ -74,7 +78,7 @@ class PrefixCache:
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.attribution = attribution and enable_prefix_caching
-        if isinstance(policy, str):
+        if isinstance(policy, str | type) or not hasattr(policy, "uses_history"):
             policy = eviction_policy(policy, block_size)
         remembers = self.attribution or (enable_prefix_caching and policy.uses_history)
         self.tree = RadixTree(block_size, policy, remember_blocks=num_blocks if remembers else 0)
@@ -82,9 +86,14 @@ class PrefixCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._clock = clock
         self._leases: set[Lease] = set()
-        self._prefilling: set[Lease] = set()
-        """Leases with whole blocks of their prompts yet to be published; few, as prompts are computed one after another."""
-        self._copies: list[tuple[Lease, BlockCopy]] = []
+        self._prefilling: dict[Lease, None] = {}
+        """Leases with whole blocks of their prompts yet to be published, the newest last."""
+        self._ended: deque[Lease] = deque(maxlen=_LOOKED_UP_ELSEWHERE)
+        """Leases released lately whose prompts were partly unknown in their namespace."""
+        self._copies: dict[Lease, BlockCopy] = {}
+        """Copies yet to be made, by the lease that needs them; each holds a reference to its source."""
+        self._sources: Counter[int] = Counter()
+        """Sources of those copies."""
         self._unwritten: list[BlockIds] = []
         self._retains = False
         self._recorder = Recorder()
@@ -129,9 +138,13 @@ class PrefixCache:
         end = len(tokens)
         if not end:
             raise ValueError("tokens must hold at least 1 token, got none")
-        if max_new_tokens < 0 or headroom < 0:
-            raise ValueError(f"max_new_tokens and headroom must be at least 0, got {max_new_tokens} and {headroom}")
+        if max_new_tokens or headroom:
+            max_new_tokens, headroom = index(max_new_tokens), index(headroom)
+            if max_new_tokens < 0 or headroom < 0:
+                raise ValueError(f"max_new_tokens and headroom must be at least 0, got {max_new_tokens} and {headroom}")
         if retention is not None:
+            if not isinstance(retention, Retention):
+                raise ValueError(f"retention must be a Retention, got {retention!r}")
             retention.validate()
         size, tree = self.block_size, self.tree
         match = tree.match(tokens, namespace)
@@ -151,16 +164,17 @@ class PrefixCache:
         now = self._clock()
         finding = None
         if self.attribution:  # before locking splits the edge where the match ends, and eviction changes what is there
-            finding = attribute(tree, match, tokens, matched, self._prefilling, now)
+            finding = attribute(tree, match, tokens, namespace, matched, self._prefilling, now)
 
         node = tree.lock_match(match, namespace)
         if rows:
-            self.pool.incref(np.array([match.partial_block], dtype=np.int32))
+            self._hold_source(match.partial_block)
         fresh = self._take(needed, now)
         table = np.frombuffer(bytearray().join(match.blocks + fresh), dtype=np.int32)
+        assert len(table) == cached_blocks + needed, "fewer blocks could be had than were counted"
         lease = Lease(node, namespace, table, cached_blocks, end + max_new_tokens, matched, matched if matched < end else end - 1)
         if rows:
-            self._copies.append((lease, BlockCopy(match.partial_block, table.item(cached_blocks), rows)))
+            self._copies[lease] = BlockCopy(match.partial_block, table.item(cached_blocks), rows)
         if retention is not None:
             lease._retention = retention
             self._retains = True
@@ -170,7 +184,7 @@ class PrefixCache:
             lease._prompt = tokens.copy() if tokens.flags.writeable else tokens
             lease._finding = finding
             if end // size > cached_blocks:
-                self._prefilling.add(lease)
+                self._prefilling[lease] = None
         if not resumed:
             lease._counts = self._recorder.record(namespace, end, lease.num_cached_tokens, finding)
         self._leases.add(lease)
@@ -181,6 +195,7 @@ class PrefixCache:
     def extend(self, lease: Lease, n: int = 1) -> bool:
         """Make room for ``n`` more tokens.  False, having changed nothing, when there are no blocks for them now."""
         self._require_held(lease)
+        n = index(n)
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
         needed = -(-(lease.num_tokens + n) // self.block_size) - lease._num_blocks
@@ -208,6 +223,7 @@ class PrefixCache:
         self._require_held(lease)
         if tokens is not lease._prompt:
             tokens = as_tokens(tokens)
+        num_computed = index(num_computed)
         most = min(lease.num_tokens, len(tokens))
         if not 0 <= num_computed <= most:
             raise ValueError(
@@ -226,7 +242,7 @@ class PrefixCache:
         lease._node = node
         lease._num_published = last
         if self._prefilling and lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
-            self._prefilling.remove(lease)
+            del self._prefilling[lease]
         if self._listeners and len(own):
             start = (last - len(own)) * self.block_size
             self._tell(Stored(lease.namespace, keep(tokens[: last * self.block_size]), start, own.copy()))
@@ -235,9 +251,15 @@ class PrefixCache:
         """``n`` copies of a sequence that go their own ways: they share its computed full blocks and copy its partial one.
 
         Room beyond the computed tokens is not inherited.  ``None``, having changed nothing, when there are no blocks for the
-        partial copies now.  Call it between steps, when the K/V that ``publish`` was told of are computed.
+        partial copies now.  Call it between steps, when the K/V that ``publish`` was told of are computed and the lease's copies
+        made: before that it raises ``ValueError``.  O(n * blocks).
         """
         self._require_held(lease)
+        n = index(n)
+        if n < 0:
+            raise ValueError(f"n must be at least 0, got {n}")
+        if lease in self._copies:
+            raise ValueError("a lease whose copies were not taken yet can't be forked: call take_copies and make them first")
         full, rows = divmod(lease.num_computed_tokens, self.block_size)
         if full < lease._num_published:  # the whole prompt was cached: its last token is yet to be computed, but not its K/V
             full, rows = lease._num_published, 0
@@ -255,9 +277,9 @@ class PrefixCache:
             child._retention = lease._retention
             self.tree.lock(child._node)
             if rows:
-                source = lease._table[full : full + 1]
-                self.pool.incref(source)
-                self._copies.append((child, BlockCopy(source.item(0), table.item(full), rows)))
+                source = lease._table.item(full)
+                self._hold_source(source)
+                self._copies[child] = BlockCopy(source, table.item(full), rows)
             self._leases.add(child)
             children.append(child)
         return children
@@ -267,30 +289,33 @@ class PrefixCache:
         self._require_held(lease)
         lease._released = True
         self._leases.remove(lease)
-        if self._copies:
-            self._drop_copies(lease)
+        self._drop_copy(lease)
         node, published = lease._node, lease._num_published
-        if lease._finding is not None:
+        finding = lease._finding
+        if finding is not None:
             if self._prefilling:
-                self._prefilling.discard(lease)
-            leaves_tail = (
-                node.num_tokens == node.num_blocks * self.block_size and published * self.block_size < lease.num_computed_tokens
-            )
-            if leaves_tail or self.tree.num_namespaces > 1:
-                self._last_look(lease, lease._finding)
+                self._prefilling.pop(lease, None)
+            size = self.block_size
+            if node.num_tokens == node.num_blocks * size and published * size < lease.num_computed_tokens:
+                # The last tokens fill no block; whoever comes with them again will want to know that they were here.
+                tail = lease._prompt[published * size : min(lease.num_computed_tokens, (published + 1) * size - 1)]
+                if len(tail):
+                    self.tree.remember_tail(node, tail)
+            if self.tree.num_namespaces > 1 and finding.unknown >= size and lease._counts is not None:
+                self._ended.append(lease)
         self.tree.touch(node)
-        if lease._retention is not None and node.num_blocks:
-            node.retention = lease._retention.hold(self._clock())
+        if lease._retention is not None:
+            self.tree.retain(node, lease._retention, self._clock())
         self.tree.unlock(node)
         if lease._num_blocks > published:
             self.pool.decref(lease._table[published : lease._num_blocks])
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that sequences acquired since the last call need, in order.  Carry them out before any K/V is written."""
-        copies = [copy for _, copy in self._copies]
+        copies = list(self._copies.values())
         if copies:
             for copy in copies:
-                self.pool.decref(np.array([copy.source], dtype=np.int32))
+                self._let_go_of_source(copy.source)
             self._copies.clear()
         self._unwritten.clear()
         return copies
@@ -301,10 +326,12 @@ class PrefixCache:
     def num_available_blocks(self) -> int:
         """Blocks that are free or could be after evicting."""
         # A block that a pending copy reads may be unlocked in the tree, yet evicting it frees nothing until the copy is made.
-        return self.pool.num_free + self.tree.num_unlocked_blocks - len(self._copies)
+        return self.pool.num_free + self.tree.num_unlocked_blocks - len(self._sources)
 
     def evict(self, n: int) -> int:
         """Free ``n`` blocks, or as many as can be, by dropping the least valuable cached ones; return how many."""
+        if n < 0:
+            raise ValueError(f"n must be at least 0, got {n}")
         before = self.pool.num_free
         while (missing := n - (self.pool.num_free - before)) > 0:
             taken = self._evict(missing, self._clock())
@@ -327,10 +354,16 @@ class PrefixCache:
         listens.
         """
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def stop() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return stop
 
     def stats(self) -> CacheStats:
         """Counters since the start, and blocks now.  O(namespaces)."""
+        self._look_elsewhere()
         cached = self.tree.num_unlocked_blocks
         return CacheStats(
             blocks_total=self.pool.num_blocks,
@@ -377,7 +410,7 @@ class PrefixCache:
 
     def _move_onto(self, lease: Lease, known: list[PackedIds], own: BlockIds) -> BlockIds:
         """Put blocks that the tree has already in the place of the lease's own; returns those of its own that remain."""
-        self._drop_copies(lease)
+        self._drop_copy(lease)
         theirs = unpack(*known)
         count, first = len(theirs), lease._num_published
         self.pool.decref(own[:count])
@@ -385,25 +418,30 @@ class PrefixCache:
         lease.write_start = max(lease.write_start, (first + count) * self.block_size)
         return own[count:]
 
-    def _drop_copies(self, lease: Lease) -> None:
-        """Forget the lease's pending copies: their target is no longer its own."""
-        for owner, copy in self._copies:
-            if owner is lease:
-                self.pool.decref(np.array([copy.source], dtype=np.int32))
-        self._copies = [(owner, copy) for owner, copy in self._copies if owner is not lease]
+    def _hold_source(self, block: int) -> None:
+        self.pool.incref(np.array([block], dtype=np.int32))
+        self._sources[block] += 1
 
-    def _last_look(self, lease: Lease, finding: Finding) -> None:
-        """At the end of a sequence: what it leaves behind for later attributions, and what other namespaces had."""
-        size, node, prompt = self.block_size, lease._node, lease._prompt
-        published = lease._num_published * size
-        if published < lease.num_computed_tokens and node.num_tokens == node.num_blocks * size:
-            tail = prompt[published : min(lease.num_computed_tokens, published + size - 1)]
-            if len(tail):
-                self.tree.remember_tail(node, tail)
-        if lease._counts is not None and self.tree.num_namespaces > 1 and finding.unknown >= size:
-            elsewhere = found_elsewhere(self.tree, lease.namespace, prompt, finding.position)
-            if elsewhere:
-                lease._counts.move_to_namespace(elsewhere, finding)
+    def _let_go_of_source(self, block: int) -> None:
+        self.pool.decref(np.array([block], dtype=np.int32))
+        self._sources[block] -= 1
+        if not self._sources[block]:
+            del self._sources[block]
+
+    def _drop_copy(self, lease: Lease) -> None:
+        """Forget the lease's pending copy, if it has one: the target is no longer its own."""
+        if self._copies and (copy := self._copies.pop(lease, None)):
+            self._let_go_of_source(copy.source)
+
+    def _look_elsewhere(self) -> None:
+        """Of prompts that ended lately, find what other namespaces have that was unknown in their own."""
+        while self._ended:
+            lease = self._ended.popleft()
+            finding, counts = lease._finding, lease._counts
+            assert finding is not None
+            assert counts is not None
+            elsewhere = found_elsewhere(self.tree, lease.namespace, lease._prompt, finding.position)
+            counts.move_to_namespace(elsewhere, finding)
 
     def _tell(self, event: Event) -> None:
         for listener in tuple(self._listeners):

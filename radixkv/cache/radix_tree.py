@@ -65,8 +65,8 @@ class RadixTree:
         self.remember_blocks = remember_blocks
         self._roots: dict[str, Root] = {}
         self._nothing = Root("")
-        self._remembering: deque[Node] = deque()
-        """Nodes with evicted blocks, those evicted first in front; some more than once, some that have blocks again."""
+        self._remembering: deque[tuple[Node, EvictionStamp]] = deque()
+        """Nodes with evicted blocks, those evicted first in front, with their stamps; void where a node has another stamp now."""
         self._tick = 0
         self.num_nodes = 0
         """Nodes with blocks."""
@@ -112,8 +112,9 @@ class RadixTree:
                 position += live * size
             if edge.num_tokens > live * size:  # what comes next is remembered at most
                 if not live and isinstance(entry, Siblings):
-                    other, rows = entry.closest_with_blocks(rest)
+                    other = entry.closest_with_blocks(rest)
                     if other is not None:
+                        rows = common_prefix(other.edge, rest[:size])
                         (partial,) = unpack_from("i", other.blocks)
                 break
             edge = None
@@ -193,7 +194,17 @@ class RadixTree:
         step: Node | None = node
         while step is not None:
             if step.retention is not None:
-                step.retention = step.retention.retention.hold(now)
+                left = step.retention.at(now)
+                step.retention = left and left.retention.hold(now)
+            step = step.parent
+
+    def retain(self, node: Node, retention: Retention, now: float) -> None:
+        """Retain every node on the path to ``node``, which is locked, but those that are retained better.  O(depth)."""
+        hold = retention.hold(now)
+        step: Node | None = node
+        while step is not None and step.num_blocks:
+            if hold.outlasts(step.retention and step.retention.at(now)):
+                step.retention = hold
             step = step.parent
 
     def _became_leaf(self, node: Node) -> None:
@@ -325,7 +336,8 @@ class RadixTree:
     def _append(self, node: Node, blocks: PackedIds) -> None:
         """Give ``blocks`` to the next tokens of ``node``'s edge."""
         remembered = self._remembered(node)
-        if not node.num_blocks:
+        revived = not node.num_blocks
+        if revived:
             assert node.parent is not None
             node.parent.live_children += 1
             node.parent.uses -= node.uses  # they went up to it when the blocks were evicted
@@ -336,6 +348,8 @@ class RadixTree:
         self.num_blocks += count
         if not node.lock_count:
             self.num_unlocked_blocks += count
+        if revived and (siblings := node.siblings()):
+            siblings.got_blocks(node)
         self._recount(node, remembered)
 
     def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: PackedIds) -> Node:
@@ -399,9 +413,11 @@ class RadixTree:
                 tell(leaf, taken[-1])
             if self.remember_blocks:
                 if leaf.evicted is None:
-                    self._remembering.append(leaf)
+                    self._remembering.append((leaf, stamp))
                     live = -(-leaf.num_tokens // self.block_size) - leaf.num_blocks
-                leaf.evicted = stamp
+                    leaf.evicted = stamp
+                else:
+                    leaf.evicted = EvictionStamp(now, stamp.evicted_before, leaf.evicted.oldest)
                 self.num_remembered_blocks += live
             elif leaf.num_blocks:
                 leaf.tokens = leaf.tokens[: leaf.num_blocks * self.block_size]
@@ -439,6 +455,8 @@ class RadixTree:
         if node.evicted is not None:
             if node.num_tokens == node.num_blocks * self.block_size:
                 node.evicted = None
+            elif node.num_blocks:  # those that are left may have gone long before those that came back
+                node.evicted = node.evicted.oldest
             self.num_remembered_blocks += self._remembered(node) - before
 
     def _set_tokens(self, node: Node, tokens: Tokens) -> None:
@@ -454,8 +472,9 @@ class RadixTree:
         lower.children = node.children
         for child in lower.all_children():
             child.parent = lower
-        lower.evicted = node.evicted or EvictionStamp(0.0, 0)
-        self._remembering.append(lower)
+        assert node.evicted is not None
+        lower.evicted = node.evicted.oldest
+        self._remembering.append((lower, lower.evicted))
         self.num_remembered_blocks += self._remembered(lower)
         self._set_tokens(node, node.tokens[:cut])
         node.children = {lower.first_token: lower}
@@ -466,17 +485,19 @@ class RadixTree:
             return  # something else that begins alike is remembered there: that will do
         tail = Node(node, node.start + node.num_blocks, tokens, b"")
         tail.evicted = EvictionStamp(0.0, 0)
-        self._remembering.append(tail)
+        self._remembering.append((tail, tail.evicted))
         self.num_remembered_blocks += 1
         node.add_child(tail, self.block_size)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Forget until no more is remembered than allowed; the queue is bounded too, for what has blocks again is in it still."""
+        """Forget until no more is remembered than allowed; sweep the queue where most of it is void."""
         queue, most = self._remembering, self.remember_blocks
-        while self.num_remembered_blocks > most or len(queue) > 2 * most + 16:
-            node = queue.popleft()
-            if node.evicted is None:
+        if len(queue) > 2 * most + 16:
+            self._remembering = queue = deque(entry for entry in queue if _is_remembered(*entry))
+        while self.num_remembered_blocks > most:
+            node, stamp = queue.popleft()
+            if not _is_remembered(node, stamp):
                 continue
             if node.children or node.num_blocks or isinstance(node.parent, Root):
                 self._forget(node)
@@ -508,8 +529,8 @@ class RadixTree:
     def forget_all(self) -> None:
         """Forget every token that has no block."""
         while self._remembering:
-            node = self._remembering.popleft()
-            if node.evicted is not None:
+            node, stamp = self._remembering.popleft()
+            if _is_remembered(node, stamp):
                 self._forget(node)
 
     # -- looking at all of it -------------------------------------------------------------------------------------------
@@ -525,3 +546,8 @@ class RadixTree:
     def check(self) -> None:
         """Assert every invariant of the tree alone.  O(tokens held); for tests."""
         check_tree(self)
+
+
+def _is_remembered(node: Node, stamp: EvictionStamp) -> bool:
+    """Whether a node still has tokens that were first remembered with this stamp."""
+    return node.evicted is not None and node.evicted.oldest is stamp

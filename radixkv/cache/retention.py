@@ -17,7 +17,7 @@ class Retention(NamedTuple):
 
     def validate(self) -> Retention:
         """Self.  Raises ``ValueError`` naming the field and its limit."""
-        if not (isinstance(self.priority, int) and 1 <= self.priority <= 100):
+        if not (isinstance(self.priority, int) and not isinstance(self.priority, bool) and 1 <= self.priority <= 100):
             raise ValueError(f"retention.priority must be an integer from 1 to 100, got {self.priority!r}")
         if not (isinstance(self.seconds, int | float) and 0 < self.seconds <= 1e9):
             raise ValueError(f"retention.seconds must be above 0 and at most 1e9, got {self.seconds!r}")
@@ -34,8 +34,18 @@ class Hold(NamedTuple):
     priority: int
     until: float
 
-    def decayed(self) -> Hold | None:
-        """What is left of it when ``until`` has passed."""
-        if self.priority == 1:
+    def at(self, now: float) -> Hold | None:
+        """What is left of it at ``now``."""
+        return self if now < self.until else self.decayed(now)
+
+    def decayed(self, now: float) -> Hold | None:
+        """What is left of it at ``now``, when ``until`` has passed."""
+        seconds = self.retention.seconds
+        periods = 1 + int((now - self.until) // seconds)
+        if periods >= self.priority:
             return None
-        return Hold(self.retention, self.priority - 1, self.until + self.retention.seconds)
+        return Hold(self.retention, self.priority - periods, self.until + periods * seconds)
+
+    def outlasts(self, other: Hold | None) -> bool:
+        """Whether it protects better than ``other``: by priority, then by the time left."""
+        return other is None or (self.priority, self.until) > (other.priority, other.until)

@@ -465,3 +465,73 @@ def test_attribution_changes_nothing_about_what_is_found(steps: list[tuple[list[
         found = [serve(cache, np.array(values)).num_matched_tokens for cache in (explained, plain)]
         assert found[0] == found[1]
         assert explained.evict(evicted) == plain.evict(evicted)
+
+
+def test_a_bound_on_what_was_missing_holds_for_blocks_that_were_evicted_long_before_the_ones_around_them():
+    """The edge loses its tail, much later its head, and then the head comes back: the tail's own time counts."""
+    now = [0.0]
+    cache = PrefixCache(100, 1, clock=lambda: now[0])
+    serve(cache, np.arange(6))
+    cache.evict(3)
+    for i in range(80):
+        serve(cache, [1000 + i])
+        cache.evict(1)
+    now[0] = 1000.0
+    cache.evict(99)
+    now[0] = 1001.0
+    serve(cache, np.arange(3))
+    miss = cache.acquire(np.arange(10)).miss
+    assert miss.evicted == 3
+    assert miss.evicted_blocks_since >= 83
+    assert miss.evicted_seconds_ago == 1001.0
+
+
+def test_many_evicted_siblings_do_not_hide_the_rows_of_a_cached_one():
+    for attribution in (True, False):
+        cache = PrefixCache(400, 4, attribution=attribution)
+        for i in range(200):
+            serve(cache, [5, 6, 8, i])
+        cache.evict(200)
+        serve(cache, [5, 6, 7, 0])
+        assert cache.acquire([5, 6, 8, 150, 1]).num_cached_tokens == 2
+        cache.check()
+
+
+def test_a_prompt_in_flight_is_seen_beyond_what_another_sequence_has_published_of_it():
+    cache = PrefixCache(64, 4)
+    computing = cache.acquire(np.arange(32))
+    serve(cache, joined(np.arange(16), [90, 91, 92, 93]))
+    miss = cache.acquire(joined(np.arange(32), [99])).miss
+    assert (miss.in_flight, miss.diverged, miss.new) == (16, 0, 1)
+    cache.release(computing)
+
+
+def test_what_came_back_and_was_evicted_again_is_forgotten_last():
+    """Eight blocks are remembered: four that were evicted twice, the last time latest, four that were evicted between."""
+    cache = PrefixCache(8, 4)
+    often, once = LONG, LONG + 100
+    serve(cache, often)
+    cache.evict(8)
+    serve(cache, once)
+    serve(cache, often)
+    cache.evict(4)
+    cache.evict(4)
+    serve(cache, LONG[:4] + 300)
+    cache.evict(8)  # one block more to remember than there is room for
+    lease = cache.acquire(joined(often, [7]))
+    assert miss_of(lease).evicted == 16
+    cache.release(lease)
+    assert miss_of(cache.acquire(joined(once, [7]))).evicted == 0
+
+
+def test_releasing_a_prompt_looks_into_no_other_namespace(monkeypatch: pytest.MonkeyPatch):
+    """Else the time of a tenant's request would tell what others have cached."""
+    cache = PrefixCache(64, 4)
+    serve(cache, LONG, "a")
+    looked_up: list[str] = []
+    real = cache.tree.match
+    monkeypatch.setattr(cache.tree, "match", lambda tokens, namespace="": looked_up.append(namespace) or real(tokens, namespace))
+    serve(cache, LONG, "b")
+    assert set(looked_up) == {"b"}
+    assert cache.stats().namespaces["b"].missed["namespace"] == 16
+    assert "a" in looked_up

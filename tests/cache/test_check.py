@@ -104,6 +104,22 @@ def break_the_count_of_a_block_of_its_own(victim: Victim) -> None:
 def break_a_pending_copy(victim: Victim) -> None:
     assert victim.cache.acquire(joined(HEAD[:6], [77])) is not None
     victim.cache._copies.clear()
+    victim.cache._sources.clear()
+
+
+@caught_as("sources of copies were miscounted")
+def break_the_count_of_sources(victim: Victim) -> None:
+    victim.cache._sources[int(victim.lease.block_table[0])] += 1
+
+
+@caught_as("a sibling with blocks would not be found")
+def break_which_siblings_have_blocks(victim: Victim) -> None:
+    victim.siblings[0].siblings()._with_blocks.clear()
+
+
+@caught_as("a sibling that left was kept")
+def break_a_sibling_that_left(victim: Victim) -> None:
+    victim.siblings[0].siblings()._with_blocks[b"gone"] = victim.siblings[0]
 
 
 @caught_as("a lease holds a block twice")
@@ -329,12 +345,12 @@ def break_the_bound_of_what_is_remembered(victim: Victim) -> None:
 @caught_as("a prompt that is gone counts as being computed")
 def break_what_is_being_computed_by_a_released_lease(victim: Victim) -> None:
     victim.cache.release(victim.prefilling)
-    victim.cache._prefilling.add(victim.prefilling)
+    victim.cache._prefilling[victim.prefilling] = None
 
 
 @caught_as("a computed prompt counts as being computed")
 def break_what_is_being_computed_by_a_computed_prompt(victim: Victim) -> None:
-    victim.cache._prefilling.add(victim.lease)
+    victim.cache._prefilling[victim.lease] = None
 
 
 @pytest.mark.parametrize(("message", "damage"), DAMAGES, ids=[damage.__name__ for _, damage in DAMAGES])

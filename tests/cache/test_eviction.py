@@ -344,7 +344,7 @@ def test_the_part_of_an_evicted_edge_that_comes_back_later_has_the_edges_uses():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ValueError, match="eviction policy must be one of lru, lfu, cost, got 'fifo'"):
+    with pytest.raises(ValueError, match="policy must be one of lru, lfu, cost or an EvictionPolicy, got 'fifo'"):
         PrefixCache(8, 4, policy="fifo")
 
 

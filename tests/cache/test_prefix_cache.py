@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from radixkv.cache import BlockCopy, PrefixCache
+from radixkv.cache.eviction import LRU
 
 from .serving import LONG, cached, run, tokens
 
@@ -156,7 +157,7 @@ def test_with_caching_off_nothing_is_kept():
 def test_the_source_of_a_pending_copy_outlives_its_eviction():
     cache = cached(5, 4, LONG)
     lease = cache.acquire(np.concatenate((LONG[:6], tokens(90))))
-    (pending,) = [copy for _, copy in cache._copies]
+    (pending,) = cache._copies.values()
     assert cache.evict(3) == 2, "the third is evicted too, but free only when it has been copied"
     assert cache.pool.refcount(pending.source) == 1
     cache.take_copies()
@@ -247,3 +248,43 @@ def test_the_counters_of_many_namespaces_stay_bounded():
     stats = cache.stats()
     assert len(stats.namespaces) == 1001
     assert sum(c.requests for c in stats.namespaces.values()) == stats.total.requests == 1500
+
+
+def test_a_lease_whose_copy_is_yet_to_be_made_is_not_forked():
+    """Its children would copy rows that were never filled."""
+    cache = cached(16, 4, LONG)
+    lease = cache.acquire(np.array([0, 1, 2, 3, 4, 5, 90, 91]))
+    with pytest.raises(ValueError, match="take_copies"):
+        cache.fork(lease, 1)
+    cache.take_copies()
+    assert len(cache.fork(lease, 2)) == 2
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda cache, lease: cache.acquire(LONG, max_new_tokens=4.0), TypeError, "float"),
+        (lambda cache, lease: cache.acquire(LONG, headroom=0.5), TypeError, "float"),
+        (lambda cache, lease: cache.acquire(LONG, retention=(1, 2)), ValueError, "retention must be a Retention"),
+        (lambda cache, lease: cache.publish(lease, LONG, 8.0), TypeError, "float"),
+        (lambda cache, lease: cache.extend(lease, 1.5), TypeError, "float"),
+        (lambda cache, lease: cache.fork(lease, -3), ValueError, "n must be at least 0"),
+        (lambda cache, lease: cache.evict(-1), ValueError, "n must be at least 0"),
+    ],
+)
+def test_a_wrong_type_is_refused_before_anything_changes(use, error: type[Exception], message: str):
+    cache = cached(32, 4, LONG)
+    lease = cache.acquire(LONG + 100)
+    before = cache.stats()
+    with pytest.raises(error, match=message):
+        use(cache, lease)
+    assert cache.stats() == before
+    assert lease.num_computed_tokens == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", [5, LRU, "fifo", None])
+def test_what_is_no_policy_is_refused(policy: object):
+    with pytest.raises(ValueError, match="policy must be one of lru, lfu, cost or an EvictionPolicy"):
+        PrefixCache(8, 4, policy=policy)

@@ -142,12 +142,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.sequences.append(seq)
         return seq
 
-    @rule(first=prompts, tails=st.lists(prompts, min_size=1, max_size=3))
-    def schedule_together(self, first: list[int], tails: list[list[int]]) -> None:
+    @rule(first=prompts, tails=st.lists(prompts, min_size=1, max_size=3), retention=retentions)
+    def schedule_together(self, first: list[int], tails: list[list[int]], retention: Retention | None) -> None:
         """One step: each sequence is published before any K/V is written, so that the later ones share the first one's blocks."""
         scheduled = []
         for tokens in (first, *(first + tail for tail in tails)):
-            lease = self.cache.acquire(np.array(tokens, dtype=np.int32))
+            lease = self.cache.acquire(np.array(tokens, dtype=np.int32), retention=retention)
             if lease is not None:
                 self.explain(lease, tokens)
                 self.cache.publish(lease, np.array(tokens, dtype=np.int32), len(tokens), written=False)

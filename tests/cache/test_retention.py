@@ -327,3 +327,68 @@ def test_retention_that_is_over_leaves_nothing_in_memory():
         serve(cache, LONG + 100 * i, retention=Retention(1, 0.5))
     order = cache.tree.order
     assert len(order._heap) + len(order._retained) + len(order._deadlines) < 200
+
+
+def test_a_leaf_that_is_queued_twice_under_one_hold_can_still_be_evicted_when_that_is_over():
+    """A request that was there before the retained one ends on its leaf, and hands its last use up to it when it is evicted."""
+    clock = Clock()
+    cache = PrefixCache(16, 4, clock=clock)
+    head = [0, 1, 2, 3]
+    retained = [*head, 10, 11, 12, 13]
+    longer = np.array([*retained, 20, 21, 22, 23])
+    serve(cache, head)
+    lease = cache.acquire(longer)
+    serve(cache, retained, retention=Retention(1, 10))
+    cache.publish(lease, longer, 12)
+    cache.release(lease)
+    cache.evict(1)
+    clock.now += 11
+    lease = cache.acquire(np.arange(1000, 1060))
+    assert len(lease.block_table) == 15
+    cache.check()
+
+
+def test_the_head_of_a_retained_sequence_is_retained_too_when_another_sequence_ends_there():
+    cache = PrefixCache(12, 4, clock=Clock())
+    prompt = np.arange(32)
+    lease = cache.acquire(prompt, retention=Retention(5, 1e6))
+    cache.publish(lease, prompt, 16)
+    other = cache.acquire(np.arange(16))
+    cache.publish(lease, prompt, 32)
+    cache.release(lease)
+    cache.release(other)
+    cache.evict(4)
+    serve(cache, np.arange(100, 116))
+    cache.evict(2)
+    assert (cache.match(prompt).num_blocks, cache.match(np.arange(100, 116)).num_blocks) == (4, 2)
+
+
+def test_a_weaker_retention_does_not_take_the_place_of_a_stronger_one():
+    clock = Clock()
+    cache = PrefixCache(8, 4, clock=clock)
+    serve(cache, LONG, retention=Retention(100, 1e6))
+    serve(cache, LONG, retention=Retention(1, 0.001))
+    serve(cache, LONG + 100)
+    clock.now += 10
+    cache.evict(4)
+    assert cache.match(LONG).num_blocks == 4
+
+
+def test_a_retention_that_was_over_is_not_restored():
+    clock = Clock()
+    cache = PrefixCache(8, 4, clock=clock)
+    serve(cache, LONG, retention=Retention(1, 10))
+    clock.now += 100
+    serve(cache, LONG)
+    serve(cache, LONG + 100)
+    cache.evict(4)
+    assert cache.match(LONG + 100).num_blocks == 4
+
+
+def test_priorities_that_fell_many_times_in_an_idle_hour_are_counted_down_at_once():
+    hold = Retention(100, 1.0).hold(0.0)
+    assert hold.at(0.5) is hold
+    assert hold.at(1.0).priority == 99
+    assert (hold.at(42.5).priority, hold.at(42.5).until) == (58, 43.0)
+    assert hold.at(100.0) is None
+    assert hold.at(-5.0) is hold
