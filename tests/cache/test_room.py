@@ -93,7 +93,6 @@ def test_the_copies_of_a_fork_take_nothing_from_what_is_available():
     assert cache.acquire(np.arange(100, 110)) is not None
 
 
-@pytest.mark.xfail(strict=True, reason="range() of a negative number is empty")
 def test_fewer_than_no_children_are_refused_by_name():
     cache = PrefixCache(8, 4)
     with pytest.raises(ValueError, match="n must be at least 0, got -1"):
