@@ -92,7 +92,8 @@ def check_leases(cache: PrefixCache) -> None:
         assert np.array_equal(published, lease._table[: lease._num_published]), (
             "a lease's table and the tree differ about its published blocks"
         )
-    assert Counter(copy.source for copy in cache._copies.values()) == cache._sources, "sources of copies were miscounted"
+    sources = {block: source.copies for block, source in cache._sources.items()}
+    assert Counter(copy.source for copy in cache._copies.values()) == sources, "sources of copies were miscounted"
     for copy in cache._copies.values():
         held[copy.source] += 1
     for node in cache.tree.nodes():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from operator import index
 from typing import NamedTuple
@@ -33,6 +33,17 @@ class BlockCopy(NamedTuple):
     source: int
     target: int
     num_rows: int
+
+
+class _Source:
+    """A block that copies yet to be made will read."""
+
+    __slots__ = ("copies", "node")
+
+    def __init__(self, node: Node | None) -> None:
+        self.node = node
+        """Where it is in the tree, or was before a split or an eviction; None while it is a sequence's own."""
+        self.copies = 0
 
 
 class PrefixCache:
@@ -92,8 +103,8 @@ class PrefixCache:
         """Leases released lately whose prompts were partly unknown in their namespace."""
         self._copies: dict[Lease, BlockCopy] = {}
         """Copies yet to be made, by the lease that needs them; each holds a reference to its source."""
-        self._sources: Counter[int] = Counter()
-        """Sources of those copies."""
+        self._sources: dict[int, _Source] = {}
+        """Sources of those copies, by block."""
         self._unwritten: list[BlockIds] = []
         self._retains = False
         self._recorder = Recorder()
@@ -168,7 +179,7 @@ class PrefixCache:
 
         node = tree.lock_match(match, namespace)
         if rows:
-            self._hold_source(match.partial_block)
+            self._hold_source(match.partial_block, match.edge)
         fresh = self._take(needed, now)
         table = np.frombuffer(bytearray().join(match.blocks + fresh), dtype=np.int32)
         assert len(table) == cached_blocks + needed, "fewer blocks could be had than were counted"
@@ -241,6 +252,9 @@ class PrefixCache:
             self._unwritten.append(own.copy())
         lease._node = node
         lease._num_published = last
+        for block, source in self._sources.items():
+            if source.node is None and (own == block).any():
+                source.node = node
         if self._prefilling and lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
             del self._prefilling[lease]
         if self._listeners and len(own):
@@ -278,7 +292,7 @@ class PrefixCache:
             self.tree.lock(child._node)
             if rows:
                 source = lease._table.item(full)
-                self._hold_source(source)
+                self._hold_source(source, None)
                 self._copies[child] = BlockCopy(source, table.item(full), rows)
             self._leases.add(child)
             children.append(child)
@@ -325,8 +339,12 @@ class PrefixCache:
     @property
     def num_available_blocks(self) -> int:
         """Blocks that are free or could be after evicting."""
-        # A block that a pending copy reads may be unlocked in the tree, yet evicting it frees nothing until the copy is made.
-        return self.pool.num_free + self.tree.num_unlocked_blocks - len(self._sources)
+        available = self.pool.num_free + self.tree.num_unlocked_blocks
+        for source in self._sources.values():
+            # It may be unlocked in the tree, yet evicting it frees nothing until the copy is made.
+            if source.node is not None and not source.node.lock_count:
+                available -= 1
+        return available
 
     def evict(self, n: int) -> int:
         """Free ``n`` blocks, or as many as can be, by dropping the least valuable cached ones; return how many."""
@@ -418,14 +436,16 @@ class PrefixCache:
         lease.write_start = max(lease.write_start, (first + count) * self.block_size)
         return own[count:]
 
-    def _hold_source(self, block: int) -> None:
+    def _hold_source(self, block: int, node: Node | None) -> None:
         self.pool.incref(np.array([block], dtype=np.int32))
-        self._sources[block] += 1
+        source = self._sources.setdefault(block, _Source(node))
+        source.copies += 1
 
     def _let_go_of_source(self, block: int) -> None:
         self.pool.decref(np.array([block], dtype=np.int32))
-        self._sources[block] -= 1
-        if not self._sources[block]:
+        source = self._sources[block]
+        source.copies -= 1
+        if not source.copies:
             del self._sources[block]
 
     def _drop_copy(self, lease: Lease) -> None:
