@@ -25,14 +25,14 @@ def check_tree(tree: RadixTree) -> None:
     assert tree._nothing.children is None, "the empty root has grown"
     assert tree._nothing.lock_count == 0, "the empty root is locked"
     leaves = tree.order.leaves()
-    remembering = {node for node, stamp in tree._remembering if node.evicted is not None and node.evicted.oldest is stamp}
+    remembering = tree.remembered.queued()
     for node in tree.nodes():
         _check_children(tree, node)
         if isinstance(node, Root):
             assert node.children or node.lock_count, "an empty namespace was kept"
             assert tree._roots.get(node.namespace) is node, "a namespace is filed under another name"
             continue
-        num_remembered += tree._remembered(node)
+        num_remembered += tree.remembered.of(node)
         assert node.uses >= 0, "uses were handed up twice"
         assert node.num_tokens > 0, "a node is empty"
         assert node.num_tokens >= node.num_blocks * size, "a block has no tokens"
@@ -52,9 +52,9 @@ def check_tree(tree: RadixTree) -> None:
     blocks = unpack(*seen)
     assert len(np.unique(blocks)) == len(blocks), "the tree holds a block twice"
     counted = (num_nodes, len(blocks), num_unlocked, num_remembered)
-    cached = (tree.num_nodes, tree.num_blocks, tree.num_unlocked_blocks, tree.num_remembered_blocks)
+    cached = (tree.num_nodes, tree.num_blocks, tree.num_unlocked_blocks, tree.remembered.num_blocks)
     assert cached == counted, f"cached sizes {cached} differ from recounted ones {counted}"
-    assert num_remembered <= tree.remember_blocks, "more is remembered than allowed"
+    assert num_remembered <= tree.remembered.most_blocks, "more is remembered than allowed"
 
 
 def _check_children(tree: RadixTree, node: Node) -> None:

@@ -314,7 +314,7 @@ class PrefixCache:
                 # The last tokens fill no block; whoever comes with them again will want to know that they were here.
                 tail = lease._prompt[published * size : min(lease.num_computed_tokens, (published + 1) * size - 1)]
                 if len(tail):
-                    self.tree.remember_tail(node, tail)
+                    self.tree.remembered.add_tail(node, tail)
             if self.tree.num_namespaces > 1 and finding.unknown >= size and lease._counts is not None:
                 self._ended.append(lease)
         self.tree.touch(node)
@@ -361,7 +361,7 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget every cached prefix that no lease holds, and all that was remembered of evicted ones."""
         self.evict(self.pool.num_blocks)
-        self.tree.forget_all()
+        self.tree.remembered.forget_all()
 
     # -- looking ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from struct import unpack_from
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from radixkv.cache.block_pool import BlockIds, PackedIds, unpack
 from radixkv.cache.eviction import EvictionOrder, EvictionPolicy
 from radixkv.cache.invariants import check_tree
 from radixkv.cache.node import EvictionStamp, Node, Root
+from radixkv.cache.remembered import Remembered
 from radixkv.cache.retention import Retention
 from radixkv.cache.siblings import Siblings
 from radixkv.cache.tokens import Tokens, common_prefix
@@ -62,11 +62,9 @@ class RadixTree:
     def __init__(self, block_size: int, policy: EvictionPolicy, remember_blocks: int = 0) -> None:
         self.block_size = block_size
         self.order = EvictionOrder(policy)
-        self.remember_blocks = remember_blocks
+        self.remembered = Remembered(block_size, remember_blocks, self._drop_if_empty)
         self._roots: dict[str, Root] = {}
         self._nothing = Root("")
-        self._remembering: deque[tuple[Node, EvictionStamp]] = deque()
-        """Nodes with evicted blocks, those evicted first in front, with their stamps; void where a node has another stamp now."""
         self._tick = 0
         self.num_nodes = 0
         """Nodes with blocks."""
@@ -74,7 +72,6 @@ class RadixTree:
         self.num_unlocked_blocks = 0
         self.num_evicted_blocks = 0
         """Since the start."""
-        self.num_remembered_blocks = 0
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
@@ -263,7 +260,7 @@ class RadixTree:
             common = common_prefix(child.edge, rest) if child is not None else 0
             if child is None or common < size:
                 if child is not None and child.num_tokens < size:
-                    self._forget(child)  # less than a block, and in the way of one that begins alike
+                    self.remembered.forget(child)  # less than a block, and in the way of one that begins alike
                 if not node.children and self._is_growable(node, own_locks, retention):
                     self._grow(node, tokens, end, blocks[4 * (at - first) :])
                 else:
@@ -312,13 +309,13 @@ class RadixTree:
         if at + whole == last:
             pass  # the sequence ends on this edge
         elif common == length and not node.children:
-            self._set_tokens(node, tokens[node.start * size : end])
+            self.remembered.set_tokens(node, tokens[node.start * size : end])
             self._append(node, blocks[4 * whole :])
             return last - at
         elif length - whole * size < size:
-            self._set_tokens(node, node.tokens[: (live + whole) * size])
+            self.remembered.set_tokens(node, node.tokens[: (live + whole) * size])
         else:
-            self._split_remembered(node, live + whole)
+            self.remembered.split(node, live + whole)
         return whole
 
     def _is_growable(self, node: Node, own_locks: int, retention: Retention | None) -> bool:
@@ -335,7 +332,7 @@ class RadixTree:
 
     def _append(self, node: Node, blocks: PackedIds) -> None:
         """Give ``blocks`` to the next tokens of ``node``'s edge."""
-        remembered = self._remembered(node)
+        remembered = self.remembered.of(node)
         revived = not node.num_blocks
         if revived:
             assert node.parent is not None
@@ -350,7 +347,7 @@ class RadixTree:
             self.num_unlocked_blocks += count
         if revived and (siblings := node.siblings()):
             siblings.got_blocks(node)
-        self._recount(node, remembered)
+        self.remembered.recount(node, remembered)
 
     def _add_leaf(self, parent: Node, tokens: Tokens, first: int, end: int, blocks: PackedIds) -> Node:
         leaf = Node(parent, first, tokens[first * self.block_size : end], blocks)
@@ -394,6 +391,8 @@ class RadixTree:
         """
         taken: list[PackedIds] = []
         stamp = EvictionStamp(now, self.num_evicted_blocks)
+        remembered = self.remembered
+        remembers = remembered.most_blocks > 0
         missing = n
         while missing > 0:
             leaf = self.order.victim(now)
@@ -411,14 +410,8 @@ class RadixTree:
                 missing -= live
             if tell is not None:
                 tell(leaf, taken[-1])
-            if self.remember_blocks:
-                if leaf.evicted is None:
-                    self._remembering.append((leaf, stamp))
-                    live = -(-leaf.num_tokens // self.block_size) - leaf.num_blocks
-                    leaf.evicted = stamp
-                else:
-                    leaf.evicted = EvictionStamp(now, stamp.evicted_before, leaf.evicted.oldest)
-                self.num_remembered_blocks += live
+            if remembers:
+                remembered.keep(leaf, live, stamp)
             elif leaf.num_blocks:
                 leaf.tokens = leaf.tokens[: leaf.num_blocks * self.block_size]
             if not leaf.num_blocks:
@@ -427,8 +420,8 @@ class RadixTree:
         self.num_blocks -= count
         self.num_unlocked_blocks -= count
         self.num_evicted_blocks += count
-        if self.num_remembered_blocks > self.remember_blocks or len(self._remembering) > 2 * self.remember_blocks + 16:
-            self._forget_oldest()
+        if remembers:
+            remembered.trim()
         return taken
 
     def _emptied(self, leaf: Node) -> None:
@@ -441,97 +434,10 @@ class RadixTree:
         parent.uses += leaf.uses
         if leaf.last_use > parent.last_use:
             parent.last_use = leaf.last_use
-        if not self.remember_blocks:
+        if not self.remembered.most_blocks:
             leaf.leave_parent()
         if not (parent.live_children or parent.lock_count):
             self._became_leaf(parent)
-
-    def _remembered(self, node: Node) -> int:
-        """Evicted blocks whose tokens the node's edge remembers, an incomplete last one among them."""
-        return -(-node.num_tokens // self.block_size) - node.num_blocks if node.evicted is not None else 0
-
-    def _recount(self, node: Node, before: int) -> None:
-        """Keep the count of remembered blocks right: ``before`` were the node's before a change."""
-        if node.evicted is not None:
-            if node.num_tokens == node.num_blocks * self.block_size:
-                node.evicted = None
-            elif node.num_blocks:  # those that are left may have gone long before those that came back
-                node.evicted = node.evicted.oldest
-            self.num_remembered_blocks += self._remembered(node) - before
-
-    def _set_tokens(self, node: Node, tokens: Tokens) -> None:
-        before = self._remembered(node)
-        node.tokens = tokens
-        self._recount(node, before)
-
-    def _split_remembered(self, node: Node, offset: int) -> None:
-        """Cut ``node``'s edge after ``offset`` blocks, where its remembered ones begin or later; ``node`` keeps the upper part."""
-        cut = offset * self.block_size
-        lower = Node(node, node.start + offset, node.tokens[cut:], b"")
-        lower.uses = node.uses  # all went up to ``node``, which keeps them
-        lower.children = node.children
-        for child in lower.all_children():
-            child.parent = lower
-        assert node.evicted is not None
-        lower.evicted = node.evicted.oldest
-        self._remembering.append((lower, lower.evicted))
-        self.num_remembered_blocks += self._remembered(lower)
-        self._set_tokens(node, node.tokens[:cut])
-        node.children = {lower.first_token: lower}
-
-    def remember_tail(self, node: Node, tokens: Tokens) -> None:
-        """Remember ``tokens``, fewer than a block, as having followed ``node``, whose blocks the caller has locked."""
-        if node.num_tokens > node.num_blocks * self.block_size or node.child_like(tokens) is not None:
-            return  # something else that begins alike is remembered there: that will do
-        tail = Node(node, node.start + node.num_blocks, tokens, b"")
-        tail.evicted = EvictionStamp(0.0, 0)
-        self._remembering.append((tail, tail.evicted))
-        self.num_remembered_blocks += 1
-        node.add_child(tail, self.block_size)
-        self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        """Forget until no more is remembered than allowed; sweep the queue where most of it is void."""
-        queue, most = self._remembering, self.remember_blocks
-        if len(queue) > 2 * most + 16:
-            self._remembering = queue = deque(entry for entry in queue if _is_remembered(*entry))
-        while self.num_remembered_blocks > most:
-            node, stamp = queue.popleft()
-            if not _is_remembered(node, stamp):
-                continue
-            if node.children or node.num_blocks or isinstance(node.parent, Root):
-                self._forget(node)
-            else:  # the usual case
-                node.evicted = None
-                self.num_remembered_blocks -= -(-node.num_tokens // self.block_size)
-                node.leave_parent()
-
-    def _forget(self, node: Node) -> None:
-        """Forget the remembered tokens of a node and all below it."""
-        below = [node]
-        if node.children:
-            for step in below:
-                below.extend(step.all_children())
-            below.reverse()
-        for step in below:
-            live = step.num_blocks
-            if step.evicted is not None:
-                self.num_remembered_blocks -= -(-step.num_tokens // self.block_size) - live
-                step.evicted = None
-            if live:
-                step.tokens = step.tokens[: live * self.block_size]
-                continue
-            parent = step.parent
-            step.leave_parent()
-            if parent.__class__ is Root:
-                self._drop_if_empty(parent)
-
-    def forget_all(self) -> None:
-        """Forget every token that has no block."""
-        while self._remembering:
-            node, stamp = self._remembering.popleft()
-            if _is_remembered(node, stamp):
-                self._forget(node)
 
     # -- looking at all of it -------------------------------------------------------------------------------------------
 
@@ -546,8 +452,3 @@ class RadixTree:
     def check(self) -> None:
         """Assert every invariant of the tree alone.  O(tokens held); for tests."""
         check_tree(self)
-
-
-def _is_remembered(node: Node, stamp: EvictionStamp) -> bool:
-    """Whether a node still has tokens that were first remembered with this stamp."""
-    return node.evicted is not None and node.evicted.oldest is stamp

@@ -181,7 +181,7 @@ def test_what_was_evicted_longest_ago_is_forgotten_first_and_memory_is_bounded_b
     for i in range(50):
         serve(cache, LONG + 100 * i)
         cache.check()
-        assert cache.tree.num_remembered_blocks <= 8
+        assert cache.tree.remembered.num_blocks <= 8
     cache.evict(99)
     assert reasons(cache.acquire(LONG + 4900)) == {"evicted": 15, "last_token": 1}
     cache = PrefixCache(8, 4)
@@ -203,7 +203,7 @@ def test_what_is_evicted_and_comes_back_again_and_again_does_not_grow_what_is_re
     for _ in range(500):
         serve(cache, LONG)
         cache.evict(99)
-    assert len(cache.tree._remembering) < 100
+    assert len(cache.tree.remembered._queue) < 100
 
 
 def test_a_reset_forgets_what_was_evicted_too():
@@ -211,7 +211,7 @@ def test_a_reset_forgets_what_was_evicted_too():
     cache.evict(99)
     cache.reset()
     assert reasons(cache.acquire(LONG)) == {"new": 16}
-    assert cache.tree.num_remembered_blocks == 0
+    assert cache.tree.remembered.num_blocks == 0
 
 
 # -- partial_block
@@ -389,7 +389,7 @@ def test_without_attribution_nothing_is_remembered_and_no_reason_given():
     cache.evict(2)
     assert cache.acquire(LONG).miss is None
     assert not any(cache.stats().total.missed.values())
-    assert cache.tree.num_remembered_blocks == 0
+    assert cache.tree.remembered.num_blocks == 0
 
 
 def test_without_prefix_caching_there_is_nothing_to_explain():

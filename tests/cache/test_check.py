@@ -223,7 +223,7 @@ def break_the_number_of_unlocked_blocks(victim: Victim) -> None:
 
 @caught_as("differ from recounted ones")
 def break_the_number_of_remembered_blocks(victim: Victim) -> None:
-    victim.tree.num_remembered_blocks -= 1
+    victim.tree.remembered.num_blocks -= 1
 
 
 @caught_as("a node's blocks were miscounted")
@@ -315,7 +315,7 @@ def break_a_first_block_among_siblings(victim: Victim) -> None:
 
 @caught_as("remembered tokens would never be forgotten")
 def break_the_queue_of_what_is_remembered(victim: Victim) -> None:
-    victim.tree._remembering.clear()
+    victim.tree.remembered._queue.clear()
 
 
 @caught_as("a node without blocks is kept for nothing")
@@ -337,7 +337,7 @@ def break_a_node_with_blocks_by_forgetting_its_eviction(victim: Victim) -> None:
 
 @caught_as("more is remembered than allowed")
 def break_the_bound_of_what_is_remembered(victim: Victim) -> None:
-    victim.tree.remember_blocks = 1
+    victim.tree.remembered.most_blocks = 1
 
 
 # -- prompts that are being computed
