@@ -106,6 +106,7 @@ class EvictionOrder:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
+        self._value = policy.value
         self._heap: list[tuple[float, int, Node]] = []
         self._retained: list[tuple[int, float, int, Node, Hold]] = []
         self._deadlines: list[tuple[float, int, Node, Hold]] = []
@@ -115,11 +116,11 @@ class EvictionOrder:
         hold = leaf.retention
         if hold is None:
             heap = self._heap
-            heappush(heap, (self.policy.value(leaf), leaf.last_use, leaf))
+            heappush(heap, (self._value(leaf), leaf.last_use, leaf))
             if len(heap) > self._sweep_at:
                 self._sweep()
         else:
-            heappush(self._retained, (hold.priority, self.policy.value(leaf), leaf.last_use, leaf, hold))
+            heappush(self._retained, (hold.priority, self._value(leaf), leaf.last_use, leaf, hold))
             heappush(self._deadlines, (hold.until, leaf.last_use, leaf, hold))
             if len(self._retained) > self._sweep_at:
                 self._sweep()

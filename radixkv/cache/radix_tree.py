@@ -390,7 +390,7 @@ class RadixTree:
         ``tell`` is called with each leaf, after its blocks were taken, and those blocks.
         """
         taken: list[PackedIds] = []
-        stamp = EvictionStamp(now, self.num_evicted_blocks)
+        stamp = _new(EvictionStamp, (now, self.num_evicted_blocks, None))
         remembered = self.remembered
         remembers = remembered.most_blocks > 0
         missing = n
@@ -420,7 +420,7 @@ class RadixTree:
         self.num_blocks -= count
         self.num_unlocked_blocks -= count
         self.num_evicted_blocks += count
-        if remembers:
+        if remembered.num_blocks > remembered.most_blocks:
             remembered.trim()
         return taken
 

@@ -23,6 +23,8 @@ class Remembered:
         self._drop_if_empty = drop_if_empty
         self._queue: deque[tuple[Node, EvictionStamp]] = deque()
         """Nodes with evicted blocks, those evicted first in front, with their stamps; void where a node has another stamp now."""
+        self._num_void = 0
+        """Entries of the queue that are void, at most."""
 
     def keep(self, leaf: Node, lost: int, stamp: EvictionStamp) -> None:
         """``leaf`` has just lost ``lost`` blocks, whose tokens are on its edge still."""
@@ -43,6 +45,7 @@ class Remembered:
         if node.evicted is not None:
             if node.num_tokens == node.num_blocks * self._size:
                 node.evicted = None
+                self._void(1)
             elif node.num_blocks:  # those that are left may have gone long before those that came back
                 node.evicted = node.evicted.oldest
             self.num_blocks += self.of(node) - before
@@ -79,13 +82,11 @@ class Remembered:
         self.trim()
 
     def trim(self) -> None:
-        """Forget until no more is remembered than allowed; sweep the queue where most of it is void."""
-        queue, most = self._queue, self.most_blocks
-        if len(queue) > 2 * most + 16:
-            self._queue = queue = deque(entry for entry in queue if _is_remembered(*entry))
+        """Forget until no more is remembered than allowed."""
+        most = self.most_blocks
         while self.num_blocks > most:
-            node, stamp = queue.popleft()
-            if not _is_remembered(node, stamp):
+            node, stamp = self._queue.popleft()  # forgetting may sweep the queue
+            if not (node.evicted is stamp or _is_remembered(node, stamp)):
                 continue
             if node.children or node.num_blocks or isinstance(node.parent, Root):
                 self.forget(node)
@@ -113,6 +114,14 @@ class Remembered:
             step.leave_parent()
             if parent.__class__ is Root:
                 self._drop_if_empty(parent)
+        self._void(len(below))
+
+    def _void(self, entries: int) -> None:
+        """``entries`` of the queue have become void: sweep them out when they are as many as may be valid."""
+        self._num_void += entries
+        if self._num_void > self.most_blocks + 16:
+            self._queue = deque(entry for entry in self._queue if _is_remembered(*entry))
+            self._num_void = 0
 
     def forget_all(self) -> None:
         """Forget every token that has no block."""

@@ -59,9 +59,10 @@ def keep(tokens: Tokens) -> Tokens:
 def _num_bytes(buffer: object) -> float:
     """Size of the memory that an array's base keeps alive."""
     while isinstance(buffer, np.ndarray):
-        if buffer.base is None:
+        base = buffer.base
+        if base is None:
             return buffer.nbytes
-        buffer = buffer.base
+        buffer = base
     try:
         return memoryview(buffer).nbytes  # type: ignore[arg-type]
     except TypeError:
