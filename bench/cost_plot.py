@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 COLOURS = ("#4269d0", "#ef8a17", "#3c9d5d", "#a463f2", "#d6336c")
 WIDTH, HEIGHT = 420, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 52, 48
+LEFT, RIGHT, TOP, BOTTOM = 64, 36, 52, 48
 LEGEND_STEP = 72
 
 
