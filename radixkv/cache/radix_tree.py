@@ -168,9 +168,9 @@ class RadixTree:
         step: Node | None = node
         while step is not None:
             locks = step.lock_count - 1
-            assert locks >= 0, "unlock of a node that is not locked"
             step.lock_count = locks
             if locks:
+                assert locks > 0, "unlock of a node that is not locked"
                 break
             self.num_unlocked_blocks += step.num_blocks
             if not step.live_children:

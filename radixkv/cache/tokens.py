@@ -50,14 +50,20 @@ def keep(tokens: Tokens) -> Tokens:
     because it would keep all of the buffer in memory.
     """
     base = tokens.base
-    if tokens.flags.writeable or (base is not None and _num_bytes(base) > 2 * tokens.nbytes):
+    if base is None:
+        kept: float = tokens.nbytes
+    elif isinstance(base, np.ndarray) and base.base is None:
+        kept = base.nbytes
+    else:
+        kept = _num_bytes(base)
+    if kept > 2 * tokens.nbytes or tokens.flags.writeable:
         tokens = tokens.copy()
         tokens.flags.writeable = False
     return tokens
 
 
 def _num_bytes(buffer: object) -> float:
-    """Size of the memory that an array's base keeps alive."""
+    """Size of the memory that an array keeps alive whose base is ``buffer``."""
     while isinstance(buffer, np.ndarray):
         base = buffer.base
         if base is None:
