@@ -107,6 +107,7 @@ class EvictionOrder:
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self._value = policy.value
+        self._evicted = None if isinstance(policy, LRU) else policy.evicted  # LRU has no use for it
         self._heap: list[tuple[float, int, Node]] = []
         self._retained: list[tuple[int, float, int, Node, Hold]] = []
         self._deadlines: list[tuple[float, int, Node, Hold]] = []
@@ -134,7 +135,8 @@ class EvictionOrder:
             value, last_use, leaf = heap[0]
             # is_evictable(leaf), written out: this runs for every leaf that is evicted
             if leaf.last_use == last_use and leaf.num_blocks and not (leaf.lock_count or leaf.live_children or leaf.retention):
-                self.policy.evicted(value)
+                if self._evicted is not None:
+                    self._evicted(value)
                 return leaf
             heappop(heap)
         retained = self._retained

@@ -252,9 +252,10 @@ class PrefixCache:
             self._unwritten.append(own.copy())
         lease._node = node
         lease._num_published = last
-        for block, source in self._sources.items():
-            if source.node is None and (own == block).any():
-                source.node = node
+        if self._sources:
+            for block, source in self._sources.items():
+                if source.node is None and (own == block).any():
+                    source.node = node
         if self._prefilling and lease in self._prefilling and last >= len(lease._prompt) // self.block_size:
             del self._prefilling[lease]
         if self._listeners and len(own):
@@ -326,12 +327,13 @@ class PrefixCache:
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that sequences acquired since the last call need, in order.  Carry them out before any K/V is written."""
-        copies = list(self._copies.values())
-        if copies:
-            for copy in copies:
-                self._let_go_of_source(copy.source)
-            self._copies.clear()
         self._unwritten.clear()
+        if not self._copies:
+            return []
+        copies = list(self._copies.values())
+        self._copies.clear()
+        for copy in copies:
+            self._let_go_of_source(copy.source)
         return copies
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -340,10 +342,8 @@ class PrefixCache:
     def num_available_blocks(self) -> int:
         """Blocks that are free or could be after evicting."""
         available = self.pool.num_free + self.tree.num_unlocked_blocks
-        for source in self._sources.values():
-            # It may be unlocked in the tree, yet evicting it frees nothing until the copy is made.
-            if source.node is not None and not source.node.lock_count:
-                available -= 1
+        if self._sources:  # one may be unlocked in the tree, yet evicting it frees nothing until the copy is made
+            available -= sum(source.node is not None and not source.node.lock_count for source in self._sources.values())
         return available
 
     def evict(self, n: int) -> int:
