@@ -139,11 +139,14 @@ class PrefixCache:
         max_new_tokens
             Reserve room for this many tokens after the prompt.
         retention
-            Evict what this sequence publishes after blocks without retention, for a while.
+            Evict this sequence's whole path after blocks without retention, for a while, counted from its release.
         headroom
             Blocks that must be left free or evictable, so that running sequences can grow.
         resumed
             A preempted sequence comes back: its prompt is not counted again.
+
+        Raises ``ValueError``, or ``TypeError`` for a number that is no integer, naming the argument; then nothing has changed.
+        O(nodes on the path + tokens found, compared as memory), and O(log leaves) for each leaf that eviction empties.
         """
         tokens = as_tokens(tokens)
         end = len(tokens)
@@ -170,8 +173,8 @@ class PrefixCache:
         matched = cached_blocks * size
         # The source of a copy is held until the copy is made, and may be the very block that the last allocation needs.
         rows = match.partial_rows if match.partial_rows and spare and not self._is_unwritten(match.partial_block) else 0
-
         matched += rows
+
         now = self._clock()
         finding = None
         if self.attribution:  # before locking splits the edge where the match ends, and eviction changes what is there
@@ -300,7 +303,7 @@ class PrefixCache:
         return children
 
     def release(self, lease: Lease) -> None:
-        """End a lease: its published blocks stay cached, the others are free at once."""
+        """End a lease: its published blocks stay cached, the others are free.  O(nodes that it alone locked + log leaves)."""
         self._require_held(lease)
         lease._released = True
         self._leases.remove(lease)
