@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import signal
 import socket
 import sys
@@ -228,7 +229,7 @@ class Supervisor:
         try:
             # In a session of its own: what a terminal sends to all processes in it is the launcher's to act on.
             process = await asyncio.create_subprocess_exec(
-                *self._command, endpoint, stdin=asyncio.subprocess.PIPE, start_new_session=True
+                *self._command, endpoint, str(os.getpid()), stdin=asyncio.subprocess.PIPE, start_new_session=True
             )
             self._worker = worker = WorkerProcess(process, client)
             assert process.stdin is not None

@@ -1,7 +1,7 @@
 """The worker process: an engine behind a ZeroMQ socket.  It speaks token ids only, and lives no longer than its parent.
 
-``python -P -m radixkv.server.worker ENDPOINT`` reads the engine's configuration as one line of JSON from standard input and
-connects to the frontend at ``ENDPOINT``.  Standard input then stays open as long as the frontend lives.
+``python -P -m radixkv.server.worker ENDPOINT PARENT`` reads the engine's configuration as one line of JSON from standard input and
+connects to the frontend at ``ENDPOINT``, whose process id is ``PARENT``.  Standard input stays open as long as the frontend lives.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     """Run a worker as the command line says; ``make_engine`` is :class:`radixkv.engine.Engine` if not given."""
     for number in (signal.SIGINT, signal.SIGTERM):  # `pkill radixkv` reaches this process too; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    _die_with_parent()
+    _die_with_parent(int(sys.argv[2]))
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         # The frontend always reads, so nothing may ever be dropped or block here.
@@ -127,10 +127,12 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     return 0
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """Have Linux kill this process with its parent, even in the middle of a step.  Elsewhere closed standard input must do."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died while this process was starting
+            sys.exit(0)
 
 
 if __name__ == "__main__":

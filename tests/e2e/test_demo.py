@@ -93,7 +93,7 @@ def test_killing_the_server_under_the_demo_fails_it_with_a_message(mark: dict[st
     assert "failed:" in output
     assert "Traceback" not in output
     # A worker that was still importing when its parent was killed finds that out a little later.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 10
     while processes(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes(mark) == []
