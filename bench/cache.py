@@ -166,9 +166,12 @@ def run_growth(bars: Progress, scale: int) -> Figures:
 
 
 def run_chat(bars: Progress, scale: int) -> Figures:
-    """Ten chats of 2,000 turns."""
-    result: Figures = fresh(bars, "chats", "bench.cache_growth:long_chats", turns=2000 // scale, chats=10)
-    return result
+    """Ten chats of 2,000 turns, each prompt an array of its own; then again, the prompts being views of one buffer a chat."""
+    arrays, views = (
+        fresh(bars, title, "bench.cache_growth:long_chats", turns=2000 // scale, chats=10, one_buffer=one_buffer)
+        for title, one_buffer in (("chats", False), ("chats in one buffer", True))
+    )
+    return {**arrays, "one_buffer": views["curve"]}
 
 
 def print_growth(console: Console, figures: Figures) -> None:
@@ -199,18 +202,21 @@ def print_growth(console: Console, figures: Figures) -> None:
 def print_chat(console: Console, figures: Figures) -> None:
     """A row a milestone."""
     step = CHAT_TURN_BLOCKS * BLOCK_SIZE
-    right = [Column(name, justify="right") for name in ("turn", "tokens", "us", "x turn 20", "acquire", "publish", "release")]
+    names = ("turn", "tokens", "us", "x", "acquire", "publish", "release", "one buffer", "x")
+    right = [Column(name, justify="right") for name in names]
     table = Table(
         *right, title_justify="left",
         title=f"{figures['chats']} chats of {figures['turns']:,} turns of {step} tokens: median us of a turn",
     )  # fmt: skip
-    for row in figures["curve"]:
+    for row, view in zip(figures["curve"], figures["one_buffer"], strict=True):
         costs = [f"{row[f'{name}_us']:.1f}" for name in ("acquire", "publish", "release")]
-        table.add_row(f"{row['turn']:,}", f"{row['turn'] * step:,}", f"{row['turn_us']:.1f}", f"{row['ratio']:.2f}", *costs)
+        both = [text for each in (row, view) for text in (f"{each['turn_us']:.1f}", f"{each['ratio']:.2f}")]
+        table.add_row(f"{row['turn']:,}", f"{row['turn'] * step:,}", *both[:2], *costs, *both[2:])
     console.print(table)
     console.print(
-        "Each turn's prompt is a new array of all the tokens so far. Medians over the turns within 5 % (at least 5) of all chats; "
-        "x: the median over chats of each chat's own ratio. "
+        "Each turn's prompt is a new array of all the tokens so far, or, in the last two columns, a view of the buffer that the "
+        "chat grows in. Medians over the turns within 5 % (at least 5) of all chats; x: the median over chats of each chat's own "
+        "ratio, to turn 20. "
         f"{figures['bytes_per_block']:.0f} bytes a cached block beyond its tokens."
     )
 
@@ -226,6 +232,7 @@ def panels(result: Figures) -> list[Panel]:
         rows = result["chat"]["curve"]
         names = ("turn", "acquire", "publish", "release")
         lines = {name: [(row["turn"], row[f"{name}_us"]) for row in rows] for name in names}
+        lines["turn, one buffer"] = [(row["turn"], row["turn_us"]) for row in result["chat"]["one_buffer"]]
         found.append(Panel("Cost against the length of a chat", "turns of 64 tokens so far", "microseconds", lines))
     return found
 

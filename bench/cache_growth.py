@@ -181,9 +181,11 @@ def warm_up() -> None:
     forest.time_evict(10)
 
 
-def long_chats(*, turns: int, chats: int, progress: Progress) -> dict[str, Any]:
-    """Chats that grow by 64 tokens a turn, each turn's prompt a fresh array of all the tokens so far.  For a process of its own.
+def long_chats(*, turns: int, chats: int, one_buffer: bool, progress: Progress) -> dict[str, Any]:
+    """Chats that grow by 64 tokens a turn.  For a process of its own.
 
+    ``one_buffer``: a turn's prompt is a view of a buffer that the chat grows in, and that doubles when it is full; else it is a
+    fresh array of all the tokens so far.
     ``curve``: at turns 10, 20, 50 and so on to ``turns``, median microseconds of a turn and of its ``acquire``, ``publish`` and
     ``release``, over the turns within 5 % (at least 5) of it, of all chats; ``ratio`` is the turn's over turn 20's of the same
     chat, the median over chats.
@@ -196,10 +198,17 @@ def long_chats(*, turns: int, chats: int, progress: Progress) -> dict[str, Any]:
     clock = time.perf_counter
     for chat in range(chats):
         tokens = np.arange(turns * step, dtype=np.int32) * 97 + np.int32(chat)
+        buffer = tokens[:0]
         for turn in range(turns):
             if turn % 50 == 0:
                 progress(chat * turns + turn, chats * turns)
-            prompt = tokens[: (turn + 1) * step].copy()
+            end = (turn + 1) * step
+            if not one_buffer:
+                prompt = tokens[:end].copy()
+            else:
+                if end > len(buffer):
+                    buffer = tokens[: 2 * end].copy()
+                prompt = buffer[:end]
             prompt.flags.writeable = False
             start = clock()
             lease = cache.acquire(prompt)
@@ -212,7 +221,7 @@ def long_chats(*, turns: int, chats: int, progress: Progress) -> dict[str, Any]:
             spent[chat, turn] = acquired - start, published - acquired, clock() - published
             if lease.num_matched_tokens != turn * step:
                 raise RuntimeError(f"turn {turn + 1} found {lease.num_matched_tokens} tokens of the {turn * step} before it")
-    del tokens, prompt
+    del tokens, buffer, prompt
 
     def around(turn: int) -> NDArray[np.float64]:
         """Microseconds [chats, turns, 3] of the turns near this one."""

@@ -175,8 +175,9 @@ def test_a_tree_too_small_for_a_whole_chat_is_refused() -> None:
         cache_growth.grow_tree(sizes=[10, 2000], progress=no_progress)
 
 
-def test_a_chat_is_told_at_its_milestones_and_turn_20_is_what_they_are_measured_by() -> None:
-    result = cache_growth.long_chats(turns=60, chats=2, progress=no_progress)
+@pytest.mark.parametrize("one_buffer", [False, True])
+def test_a_chat_is_told_at_its_milestones_and_turn_20_is_what_they_are_measured_by(one_buffer: bool) -> None:
+    result = cache_growth.long_chats(turns=60, chats=2, one_buffer=one_buffer, progress=no_progress)
     assert [row["turn"] for row in result["curve"]] == [10, 20, 50, 60]
     assert result["curve"][1]["ratio"] == 1.0
     for row in result["curve"]:
