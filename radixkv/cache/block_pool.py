@@ -46,12 +46,10 @@ class BlockPool:
         self._counts = array("i", bytes(4 * num_blocks))
         self._refcounts = np.frombuffer(self._counts, dtype=np.int32)
         # A stack whose top is at num_free - 1: the block freed last is reused first, while it may still be in a CPU cache.
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
+        self._stack = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
+        self._free = np.frombuffer(self._stack, dtype=np.int32)
+        self.num_free = num_blocks
+        """Only the pool changes it."""
 
     def refcount(self, block: int) -> int:
         return int(self._refcounts[block])
@@ -61,22 +59,28 @@ class BlockPool:
         return self._refcounts.copy()
 
     def allocate(self, n: int) -> BlockIds:
-        """Take ``n`` free blocks, each with a reference count of 1.
+        """Take ``n`` free blocks, each with a reference count of 1; read-only.
 
         Raises :class:`OutOfBlocks`, having changed nothing, when fewer are free.
         """
+        return np.frombuffer(self.allocate_packed(n), dtype=np.int32)
+
+    def allocate_packed(self, n: int) -> PackedIds:
+        """:meth:`allocate`, as the ids' bytes."""
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
-        if n > self._num_free:
-            raise OutOfBlocks(f"{n} blocks asked for, {self._num_free} of {self.num_blocks} are free")
-        blocks = self._free[self._num_free - n : self._num_free].copy()
-        self._num_free -= n
+        end = self.num_free
+        left = end - n
+        if left < 0:
+            raise OutOfBlocks(f"{n} blocks asked for, {end} of {self.num_blocks} are free")
+        self.num_free = left
         if n <= _FEW:
-            for block in blocks.tolist():
-                self._counts[block] = 1
+            counts = self._counts
+            for block in self._stack[left:end]:
+                counts[block] = 1
         else:
-            self._refcounts[blocks] = 1
-        return blocks
+            self._refcounts[self._free[left:end]] = 1
+        return self._stack[left:end].tobytes()
 
     def incref(self, blocks: BlockIds) -> None:
         """Add a reference to each block.  Raises ``ValueError`` if one of them is free."""
@@ -94,8 +98,8 @@ class BlockPool:
             self._counts[block] = count
             if count:
                 return 0
-            self._free[self._num_free] = block
-            self._num_free += 1
+            self._stack[self.num_free] = block
+            self.num_free += 1
             return 1
         counts = self._refcounts[blocks]
         if len(blocks) and not counts.all():
@@ -103,17 +107,17 @@ class BlockPool:
         counts -= 1
         self._refcounts[blocks] = counts
         freed = blocks[counts == 0]
-        self._free[self._num_free : self._num_free + len(freed)] = freed
-        self._num_free += len(freed)
+        self._free[self.num_free : self.num_free + len(freed)] = freed
+        self.num_free += len(freed)
         return len(freed)
 
     def check(self) -> None:
         """Assert that free and referenced blocks together are all blocks, each once.  O(num_blocks)."""
-        free = self._free[: self._num_free]
-        assert len(np.unique(free)) == self._num_free, "a block is free twice"
+        free = self._free[: self.num_free]
+        assert len(np.unique(free)) == self.num_free, "a block is free twice"
         assert (self._refcounts >= 0).all(), "a reference count is negative"
         assert not self._refcounts[free].any(), "a free block is referenced"
         referenced = int(np.count_nonzero(self._refcounts))
-        assert referenced + self._num_free == self.num_blocks, (
-            f"{referenced} referenced + {self._num_free} free != {self.num_blocks} blocks"
+        assert referenced + self.num_free == self.num_blocks, (
+            f"{referenced} referenced + {self.num_free} free != {self.num_blocks} blocks"
         )

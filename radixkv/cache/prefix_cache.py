@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,6 +22,8 @@ from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
 from radixkv.cache.tokens import Tokens, as_tokens, keep
+
+_INT32 = np.dtype(np.int32)
 
 _LOOKED_UP_ELSEWHERE = 64
 """Prompts that :meth:`PrefixCache.stats` looks up in other namespaces."""
@@ -184,7 +186,7 @@ class PrefixCache:
         if rows:
             self._hold_source(match.partial_block, match.edge)
         fresh = self._take(needed, now)
-        table = np.frombuffer(bytearray().join(match.blocks + fresh), dtype=np.int32)
+        table = np.frombuffer(bytearray().join(match.blocks + fresh), _INT32)
         assert len(table) == cached_blocks + needed, "fewer blocks could be had than were counted"
         lease = Lease(node, namespace, table, cached_blocks, end + max_new_tokens, matched, matched if matched < end else end - 1)
         if rows:
@@ -208,7 +210,8 @@ class PrefixCache:
 
     def extend(self, lease: Lease, n: int = 1) -> bool:
         """Make room for ``n`` more tokens.  False, having changed nothing, when there are no blocks for them now."""
-        self._require_held(lease)
+        if lease._released:
+            _refuse_released()
         n = index(n)
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
@@ -234,7 +237,8 @@ class PrefixCache:
         ``written=False`` publishes blocks whose K/V are not computed yet.  They must be before anyone reads them and before the
         next copies are made: so sequences scheduled in one step share a prefix that one of them computes in that step.
         """
-        self._require_held(lease)
+        if lease._released:
+            _refuse_released()
         if tokens is not lease._prompt:
             tokens = as_tokens(tokens)
         num_computed = index(num_computed)
@@ -248,7 +252,10 @@ class PrefixCache:
         if last <= first or not self.enable_prefix_caching:
             return
         own = lease._table[first:last]
-        node, known = self.tree.insert(lease._node, tokens, first, last, num_computed, own.tobytes(), lease._retention)
+        finding = lease._finding
+        # Where the prompt parted from an edge before its end, so does the sequence.
+        compared = (finding.theirs, finding.theirs_before) if finding is not None and finding.unknown else (None, 0)
+        node, known = self.tree.insert(lease._node, tokens, first, last, num_computed, own.tobytes(), lease._retention, compared)
         if known:
             own = self._move_onto(lease, known, own)
         if not written:
@@ -272,7 +279,8 @@ class PrefixCache:
         partial copies now.  Call it between steps, when the K/V that ``publish`` was told of are computed and the lease's copies
         made: before that it raises ``ValueError``.  O(n * blocks).
         """
-        self._require_held(lease)
+        if lease._released:
+            _refuse_released()
         n = index(n)
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
@@ -304,10 +312,12 @@ class PrefixCache:
 
     def release(self, lease: Lease) -> None:
         """End a lease: its published blocks stay cached, the others are free.  O(nodes that it alone locked + log leaves)."""
-        self._require_held(lease)
+        if lease._released:
+            _refuse_released()
         lease._released = True
         self._leases.remove(lease)
-        self._drop_copy(lease)
+        if self._copies:
+            self._drop_copy(lease)
         node, published = lease._node, lease._num_published
         finding = lease._finding
         if finding is not None:
@@ -405,10 +415,6 @@ class PrefixCache:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _require_held(self, lease: Lease) -> None:
-        if lease._released:
-            raise ValueError("the lease was released before")
-
     def _is_unwritten(self, block: int) -> bool:
         return any((blocks == block).any() for blocks in self._unwritten)
 
@@ -417,13 +423,13 @@ class PrefixCache:
         pool = self.pool
         free = pool.num_free
         if n <= free:
-            return [pool.allocate(n).tobytes()]
+            return [pool.allocate_packed(n)]
         if self._copies:  # an evicted block may be the source of a copy, and so not free yet
             self.evict(n - free)
-            return [pool.allocate(n).tobytes()]
+            return [pool.allocate_packed(n)]
         taken = self._evict(n - free, now)
         if free:
-            taken.append(pool.allocate(free).tobytes())
+            taken.append(pool.allocate_packed(free))
         return taken
 
     def _evict(self, n: int, now: float) -> list[PackedIds]:
@@ -479,6 +485,10 @@ class PrefixCache:
         blocks = unpack(packed)
         tokens: Tokens = np.concatenate([node.tokens for node in path])[: start + len(blocks) * size]
         self._tell(Evicted(root.namespace, tokens, start, blocks))
+
+
+def _refuse_released() -> NoReturn:
+    raise ValueError("the lease was released before")
 
 
 def _unlocked_blocks(match: Match) -> int:

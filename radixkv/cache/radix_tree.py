@@ -13,7 +13,7 @@ from radixkv.cache.node import EvictionStamp, Node, Root
 from radixkv.cache.remembered import Remembered
 from radixkv.cache.retention import Retention
 from radixkv.cache.siblings import Siblings
-from radixkv.cache.tokens import Tokens, common_prefix
+from radixkv.cache.tokens import Edge, Tokens, common_prefix
 
 _new = tuple.__new__  # what Match(...) does in the end, at half the time
 
@@ -157,8 +157,9 @@ class RadixTree:
         """Keep ``node`` and its ancestors from eviction, until :meth:`unlock`."""
         step: Node | None = node
         while step is not None:
-            step.lock_count += 1
-            if step.lock_count > 1:
+            locks = step.lock_count
+            step.lock_count = locks + 1
+            if locks:
                 break
             self.num_unlocked_blocks -= step.num_blocks
             step = step.parent
@@ -218,11 +219,20 @@ class RadixTree:
             del self._roots[root.namespace]
 
     def insert(
-        self, node: Node, tokens: Tokens, first: int, last: int, end: int, blocks: PackedIds, retention: Retention | None = None
+        self,
+        node: Node,
+        tokens: Tokens,
+        first: int,
+        last: int,
+        end: int,
+        blocks: PackedIds,
+        retention: Retention | None = None,
+        compared: tuple[Edge | None, int] = (None, 0),
     ) -> tuple[Node, list[PackedIds]]:
         """Add blocks ``first`` to ``last`` of a sequence below ``node``, which ends at ``first`` and which the caller has locked.
 
-        ``tokens[:end]`` are the sequence's; those beyond the last block are remembered.  ``blocks`` are their ids.
+        ``tokens[:end]`` are the sequence's; those beyond the last block are remembered.  ``blocks`` are their ids.  ``compared``
+        is an edge, and how many tokens of it the sequence is known to share.
         Returns the node where the blocks end, onto which the caller's lock has moved, and the ids of the leading blocks that were
         there already, which take the place of the caller's own.
         """
@@ -235,19 +245,29 @@ class RadixTree:
                 if node.num_tokens > node.num_blocks * self.block_size:
                     node.tokens = node.tokens[: node.num_blocks * self.block_size]
             elif tokens.item(first * self.block_size) in children:
-                return self._merge(node, tokens, first, last, end, blocks, retention)
+                return self._merge(node, tokens, first, last, end, blocks, retention, compared)
             leaf = self._add_leaf(node, tokens, first, end, blocks)
             leaf.lock_count = 1  # and the caller's lock on the parent is now this child's
             return leaf, []
-        return self._merge(node, tokens, first, last, end, blocks, retention)
+        return self._merge(node, tokens, first, last, end, blocks, retention, compared)
 
     def _merge(
-        self, caller: Node, tokens: Tokens, first: int, last: int, end: int, blocks: PackedIds, retention: Retention | None
+        self,
+        caller: Node,
+        tokens: Tokens,
+        first: int,
+        last: int,
+        end: int,
+        blocks: PackedIds,
+        retention: Retention | None,
+        compared: tuple[Edge | None, int],
     ) -> tuple[Node, list[PackedIds]]:
         """:meth:`insert` where some of the tokens may be in the tree or remembered."""
         size = self.block_size
         node, at = caller, first
-        ahead = -1  # tokens from block ``at`` on that the node's remembered ones share with the sequence's; -1: not compared yet
+        edge, shared = compared
+        # Tokens from block ``at`` on that the node's remembered ones share with the sequence's; -1: not compared yet
+        ahead = min(shared, end - node.start * size) - node.num_blocks * size if node.edge is edge else -1
         known: list[PackedIds] = []
         while at < last:
             own_locks = 1 if node is caller else 0
@@ -257,7 +277,9 @@ class RadixTree:
                     break
             rest = tokens[at * size : end]
             child = node.child_like(rest)
-            common = common_prefix(child.edge, rest) if child is not None else 0
+            common = 0
+            if child is not None:
+                common = min(shared, len(rest)) if child.edge is edge else common_prefix(child.edge, rest)
             if child is None or common < size:
                 if child is not None and child.num_tokens < size:
                     self.remembered.forget(child)  # less than a block, and in the way of one that begins alike
@@ -268,12 +290,12 @@ class RadixTree:
                     self.num_unlocked_blocks += last - at
                 break
             if child.num_blocks:
-                shared = min(common // size, child.num_blocks, last - at)
-                known.append(child.blocks[: 4 * shared])
-                at += shared
-                if shared < child.num_blocks:
-                    child = self._split(child, shared)
-                common -= shared * size
+                whole = min(common // size, child.num_blocks, last - at)
+                known.append(child.blocks[: 4 * whole])
+                at += whole
+                if whole < child.num_blocks:
+                    child = self._split(child, whole)
+                common -= whole * size
             node, ahead = child, common
         if node is not caller:
             self.lock(node)

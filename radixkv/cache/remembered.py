@@ -8,6 +8,8 @@ from collections.abc import Callable
 from radixkv.cache.node import EvictionStamp, Node, Root
 from radixkv.cache.tokens import Tokens
 
+_new = tuple.__new__  # what EvictionStamp(...) does in the end, at half the time
+
 
 class Remembered:
     """Keeps no more than ``most_blocks`` blocks' tokens on the edges of a tree, and forgets those evicted first.
@@ -33,7 +35,7 @@ class Remembered:
             lost = -(-leaf.num_tokens // self._size) - leaf.num_blocks  # its incomplete block, if any, too
             leaf.evicted = stamp
         else:
-            leaf.evicted = EvictionStamp(stamp.time, stamp.evicted_before, leaf.evicted.oldest)
+            leaf.evicted = _new(EvictionStamp, (stamp.time, stamp.evicted_before, leaf.evicted.first or leaf.evicted))
         self.num_blocks += lost
 
     def of(self, node: Node) -> int:
@@ -86,7 +88,8 @@ class Remembered:
         most = self.most_blocks
         while self.num_blocks > most:
             node, stamp = self._queue.popleft()  # forgetting may sweep the queue
-            if not (node.evicted is stamp or _is_remembered(node, stamp)):
+            evicted = node.evicted
+            if evicted is not stamp and (evicted is None or evicted.first is not stamp):
                 continue
             if node.children or node.num_blocks or isinstance(node.parent, Root):
                 self.forget(node)

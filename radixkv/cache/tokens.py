@@ -78,7 +78,7 @@ def _num_bytes(buffer: object) -> float:
 Edge = Tokens | bytes
 """An edge's tokens as a node keeps them: an array, or its bytes where it is short, because a small array takes 150 bytes more."""
 
-_SHORT = 128
+_SHORT = 512
 
 
 def as_edge(tokens: Tokens) -> Edge:
@@ -91,14 +91,27 @@ def edge_tokens(edge: Edge) -> Tokens:
     return np.frombuffer(edge, dtype=np.int32) if isinstance(edge, bytes) else edge
 
 
+def _are_one(one: Tokens, other: Tokens) -> bool:
+    """Whether two arrays begin at the same place in memory; False, too, where that would take long to find out."""
+    owner = other if other.base is None else other.base
+    return (one if one.base is None else one.base) is owner and _address(one) == _address(other)
+
+
+def _address(tokens: Tokens) -> int:
+    address: int = tokens.__array_interface__["data"][0]
+    return address
+
+
 def common_prefix(edge: Edge, tokens: Tokens) -> int:
-    """Leading tokens that an edge and an array share, in O(that number) compared as memory."""
+    """Leading tokens that an edge and an array share, in O(that number) compared as memory; O(1) where both are the same memory."""
     n = len(tokens)
     if isinstance(edge, bytes):
-        ours = tokens[: len(edge) >> 2].tobytes()
-        if ours == edge:
-            return len(edge) >> 2
-        edge = np.frombuffer(edge, dtype=np.int32)
+        length = len(edge) >> 2
+        if edge.startswith(tokens[:length] if length < n else tokens):  # type: ignore[arg-type]  # an array is a buffer
+            return length if length < n else n
+        edge = np.frombuffer(edge, dtype=_INT32)
+    elif len(edge) > _SEARCH and n > _SEARCH and _are_one(edge, tokens):
+        return min(n, len(edge))  # a sequence meets its own tokens: a chat that grows in one buffer, or one that was preempted
     if len(edge) < n:
         n = len(edge)
     # Look ahead at a few single tokens, so that two long arrays that part early are not compared to their ends.

@@ -84,7 +84,7 @@ def break_the_count_of_a_free_block(victim: Victim) -> None:
 
 @caught_as("free != ")
 def break_the_number_of_free_blocks(victim: Victim) -> None:
-    victim.pool._num_free -= 1
+    victim.pool.num_free -= 1
 
 
 # -- a block's reference count = the leases holding it + 1 if the tree does

@@ -248,6 +248,32 @@ def test_blocks_come_back_to_a_remembered_edge_only_where_the_tokens_are_the_sam
     assert cache.match(ours).block_ids().tolist() == lease.block_table.tolist()
 
 
+@pytest.mark.parametrize("attribution", [True, False])
+@pytest.mark.parametrize(("served", "kept"), [(4, 0), (4, 1), (16, 0), (16, 1), (16, 2), (16, 3), (16, 4)])
+@pytest.mark.parametrize("parts", [5, 8, 9, 15, 16])
+@pytest.mark.parametrize("computed", [8, 9, 16, 20])
+def test_a_remembered_prompt_comes_back_as_far_as_the_sequence_goes_on_like_it(
+    attribution: bool, served: int, kept: int, parts: int, computed: int
+):
+    """Whether it parts from what is remembered within its prompt or in what it generates."""
+    cache = PrefixCache(64, 4, attribution=attribution)
+    serve(cache, LONG[:served])
+    cache.evict(served // 4 - kept)
+    sequence = joined(LONG[:parts], np.arange(900, 924 - parts))
+    for prompt in (sequence[:3], sequence[:7], sequence[:14], sequence):
+        lease = cache.acquire(prompt)
+        assert cache.extend(lease, 24 - len(prompt))
+        cache.take_copies()
+        cache.publish(lease, sequence, computed)
+        cache.check()
+        assert cache.match(sequence).num_blocks >= computed // 4
+        cache.publish(lease, sequence, 24)
+        cache.check()
+        assert cache.match(sequence).block_ids().tolist() == lease.block_table.tolist()
+        cache.release(lease)
+        cache.evict(64 - cache.pool.num_free - kept)
+
+
 # -- keys
 
 
@@ -262,15 +288,15 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def test_a_read_only_prompt_is_kept_without_copying():
-    prompt = read_only(np.arange(512, dtype=np.int32))
-    cache = cached(128, 4, prompt)
+    prompt = read_only(np.arange(1024, dtype=np.int32))
+    cache = cached(256, 4, prompt)
     assert np.shares_memory(kept(cache, prompt), prompt)
 
 
 def test_most_of_a_read_only_buffer_is_kept_as_a_view_and_a_small_part_copied():
-    buffer = read_only(np.arange(1024, dtype=np.int32))
-    for n, shares in ((1024, True), (512, True), (508, False), (8, False)):
-        cache = cached(256, 4, buffer[:n])
+    buffer = read_only(np.arange(2048, dtype=np.int32))
+    for n, shares in ((2048, True), (1024, True), (1020, False), (8, False)):
+        cache = cached(512, 4, buffer[:n])
         assert np.shares_memory(kept(cache, buffer[:n]), buffer) == shares, n
 
 

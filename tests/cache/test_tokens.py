@@ -31,6 +31,14 @@ def test_the_common_prefix_ends_at_the_first_difference(
     assert common_prefix(as_edge(edge.copy()), tokens) == expected
 
 
+def test_views_of_one_buffer_share_as_much_as_where_they_begin_tells() -> None:
+    buffer = np.arange(40_000, dtype=np.int32) // 20_000  # the same tokens over and over
+    for start, end in ((0, 40_000), (0, 9_000), (1, 39_000), (10_001, 40_000)):
+        expected = min(end - start, 20_000 - start)  # where the view, 0 tokens on, meets its first 1
+        assert common_prefix(buffer, buffer[start:end]) == (end if start == 0 else expected)
+        assert common_prefix(buffer[start:], buffer[start:end]) == end - start
+
+
 def test_a_read_only_array_is_kept_as_it_is_and_a_writable_one_copied() -> None:
     tokens = np.arange(1000, dtype=np.int32)
     assert as_tokens(tokens) is tokens
