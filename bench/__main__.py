@@ -10,6 +10,7 @@ BENCHES = {
     "cpu-kernels": "the native CPU kernels: matrix products and paged attention against the memory's speed",
     "local": "the serving benchmark against a radixkv server started for it",
     "order": "hit tokens of each queue policy as a share of the optimum, when a burst exceeds the cache",
+    "peers": "the serving workloads against radixkv and another server in turn",
     "serving": "an OpenAI-compatible server under a shared prefix, agent loops, and prompts that share nothing",
 }
 

@@ -18,14 +18,20 @@ from bench import serving
 START_SECONDS = 300.0
 
 
+RADIXKV = (sys.executable, "-P", "-m", "radixkv.cli", "serve", "--port", "{port}")
+
+
 @contextlib.contextmanager
-def server(flags: Sequence[str]) -> Iterator[str]:
-    """Run ``radixkv serve`` with ``flags`` on a free port; gives its base URL.  Raises ``OSError`` if it does not come up."""
+def server(command: Sequence[str]) -> Iterator[str]:
+    """Run a server until the block ends; gives its base URL.  ``{port}`` in ``command`` becomes a free port.
+
+    Raises ``OSError`` if it does not come up.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "radixkv.cli", "serve", "--port", str(port), *flags]
+    command = [part.replace("{port}", str(port)) for part in command]
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -59,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         print("python -m bench local [options as below, but --url] [-- options of radixkv serve]\n")
         return serving.main(["--help"])
     try:
-        with server(flags) as url:
+        with server([*RADIXKV, *flags]) as url:
             return serving.main(["--url", url, *mine])
     except KeyboardInterrupt:
         return 130

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -139,19 +140,25 @@ async def _complete(client: httpx.AsyncClient, body: dict[str, Any], sample: Sam
         sample.end = time.perf_counter() - began
 
 
-async def _bench(
-    url: str, names: Sequence[str], concurrency: int, repeat: int, cold: bool, warmup: bool, timeout: float
-) -> dict[str, Any]:
+@contextlib.asynccontextmanager
+async def connect(url: str, timeout: float = 600.0) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Any]]]:
+    """A client of the server at ``url``, and what all greedy requests to it have in common."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     base = url.rstrip("/").removesuffix("/v1") + "/"
     async with httpx.AsyncClient(base_url=base, timeout=httpx.Timeout(timeout, connect=10), limits=limits) as client:
         models = await client.get("v1/models")
         models.raise_for_status()
-        model = models.json()["data"][0]["id"]
-        body = {"model": model, "temperature": 0, "ignore_eos": True}
+        body = {"model": models.json()["data"][0]["id"], "temperature": 0, "ignore_eos": True}
         probe = await client.post("v1/completions", json={**body, "prompt": "Hello", "max_tokens": 1})
         if probe.status_code in (400, 422):
             del body["ignore_eos"]
+        yield client, body
+
+
+async def _bench(
+    url: str, names: Sequence[str], concurrency: int, repeat: int, cold: bool, warmup: bool, timeout: float
+) -> dict[str, Any]:
+    async with connect(url, timeout) as (client, body):
         runs: list[Run] = []
         with Progress(console=STDERR, transient=True, disable=not sys.stderr.isatty()) as progress:
             for name in names:
@@ -162,7 +169,7 @@ async def _bench(
                     if cold:
                         (await client.post("reset_prefix_cache")).raise_for_status()
                     runs.append(await run_workload(client, body, workload, concurrency, progress))
-    return {"url": url, "model": model, "runs": runs}
+    return {"url": url, "model": body["model"], "runs": runs}
 
 
 def print_table(model: str, runs: Sequence[Run], console: Console) -> None:

@@ -34,6 +34,11 @@ class AttentionMetadata:
     """int64 ``[T]``"""
     max_query_len: int
     max_seq_len: int
+    tree_segments: Tensor | None = None
+    """int32 ``[P, 4]``: first sequence, number of sequences, first token, end token.  These neighbouring sequences hold the tokens
+    in the same blocks, so their K/V need be read only once.  Both ends are multiples of the block size.  The segments of a
+    sequence are disjoint; those nearer to the root come first and are shared by all that share a later one.  None or left out:
+    nothing is known to be shared."""
 
 
 class Backend(Protocol):
