@@ -13,24 +13,35 @@
 #include <stdlib.h>
 
 #define CHUNK_TILES (CHUNK / TILE)
+/* Both products are of bfloat16 pairs where the CPU has them (then queries stay as they come, and weights are rounded as on a GPU);
+   elsewhere bfloat16 keys and values are widened to the float32 of queries and weights. */
+#define NARROW(half) ((half) && DOT_PAIRS)
 
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
-    float *q, *total, *total_largest, *total_sum;
-    float *values, *scores, *largest, *sum;
+    void *q;
+    float *total, *total_largest, *total_sum;
+    float *values, *scores, *largest, *sum, *old_factor, *new_factor;
+    void *weights; /* [rows][CHUNK]: the scores' own memory, or bfloat16 */
     void *gathered_k, *gathered_v;
 };
 
-static size_t work_layout(struct work *w, char *base, long rows, long dim, int half) {
+static size_t work_layout(struct work *w, char *base, const struct attention *a) {
+    long rows = a->max_rows, dim = a->layout.dim, padded = rows + a->layout.heads * VL; /* statistics are taken a register at a time */
+    int half = a->layout.half;
     size_t used = 0;
 #define TAKE(p, bytes) (p = (void *)(base + used), used += ((bytes) + 63) / 64 * 64)
-    TAKE(w->q, rows * dim * 4);
+    TAKE(w->q, rows * dim * (NARROW(half) ? 2 : 4));
     TAKE(w->total, rows * dim * 4);
-    TAKE(w->total_largest, rows * 4);
-    TAKE(w->total_sum, rows * 4);
+    TAKE(w->total_largest, padded * 4);
+    TAKE(w->total_sum, padded * 4);
     TAKE(w->values, rows * dim * 4);
     TAKE(w->scores, rows * CHUNK * 4);
-    TAKE(w->largest, rows * 4);
-    TAKE(w->sum, rows * 4);
+    TAKE(w->largest, padded * 4);
+    TAKE(w->sum, padded * 4);
+    TAKE(w->old_factor, padded * 4);
+    TAKE(w->new_factor, padded * 4);
+    if (NARROW(half)) TAKE(w->weights, rows * CHUNK * 2);
+    else w->weights = w->scores;
     TAKE(w->gathered_k, CHUNK * dim * (half ? 2 : 4));
     TAKE(w->gathered_v, CHUNK * dim * (half ? 2 : 4));
 #undef TAKE
@@ -73,14 +84,15 @@ static void find_chunk(const struct attention *a, const struct work *w, const in
     }
 }
 
-INLINE void score_tiles(int MR, int NT, int half, const float *q, long dim, const void *const *k, const void *const *next, float *scores) {
+INLINE void score_tiles(int MR, int NT, int half, const void *q, long dim, const void *const *k, const void *const *next, float *scores) {
     vf acc[MAX_MR * MAX_NT * TV];
     UNROLL for (int i = 0; i < MR * NT * TV; i++) acc[i] = vset(0);
-    accumulate(MR, NT, half, 1, acc, q, dim, k, TILE, dim, (const char *const *)next, half ? TILE * 2 : TILE * 4);
+    if (NARROW(half)) accumulate_pairs(MR, NT, 1, acc, q, dim, k, TILE, dim, (const char *const *)next, TILE * 2);
+    else accumulate(MR, NT, half, 1, acc, q, dim, k, TILE, dim, (const char *const *)next, half ? TILE * 2 : TILE * 4);
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++) vstore(scores + m * CHUNK + n * VL, acc[m * NT * TV + n]);
 }
 
-INLINE void value_tiles(int MR, int NT, int half, const float *p, const void *const *v, const void *const *next, long valid, long d, long dim,
+INLINE void value_tiles(int MR, int NT, int half, const void *p, const void *const *v, const void *const *next, long valid, long d, long dim,
                         float *values) {
     vf acc[MAX_MR * MAX_NT * TV];
     UNROLL for (int i = 0; i < MR * NT * TV; i++) acc[i] = vset(0);
@@ -91,14 +103,16 @@ INLINE void value_tiles(int MR, int NT, int half, const float *p, const void *co
             b[n] = element(v[t / TILE], (d + n * TILE) * (half ? 2 : 1), half);
             later[n] = element(next[t / TILE], (d + n * TILE) * (half ? 2 : 1), half);
         }
-        accumulate(MR, NT, half, 1, acc, p + t, CHUNK, b, dim, valid - t < TILE ? valid - t : TILE, later, half ? dim * 2 : dim * 4);
+        long count = valid - t < TILE ? valid - t : TILE;
+        if (NARROW(half)) accumulate_pairs(MR, NT, 1, acc, (const bf16 *)p + t, CHUNK, b, dim, count, later, dim * 2);
+        else accumulate(MR, NT, half, 1, acc, (const float *)p + t, CHUNK, b, dim, count, later, half ? dim * 2 : dim * 4);
     }
     UNROLL for (int m = 0; m < MR; m++)
         UNROLL for (int n = 0; n < NT * TV; n++) vstore(values + m * dim + d + n * VL, acc[m * NT * TV + n]);
 }
 
 /* scores[rows][CHUNK] = q k for `count` tiles from the first. */
-static void score_panel(int half, long rows, const float *q, long dim, const struct chunk *c, const struct chunk *next, long first,
+static void score_panel(int half, long rows, const void *q, long dim, const struct chunk *c, const struct chunk *next, long first,
                         long count, float *scores) {
 #define WIDTH(MR, NT)                                                                                                             \
     for (; t + NT <= first + count; t += NT)                                                                                      \
@@ -114,7 +128,7 @@ static void score_panel(int half, long rows, const float *q, long dim, const str
 }
 
 /* values[rows][first .. last - 1] = p v in tiles of 16 columns, of which the last may overlap the one before. */
-static void value_panel(int half, long rows, const float *p, const struct chunk *c, const struct chunk *next, long valid, long first,
+static void value_panel(int half, long rows, const void *p, const struct chunk *c, const struct chunk *next, long valid, long first,
                         long last, long dim, float *values) {
 #define TILES(MR, NT, d)                                                                                                          \
     half ? value_tiles(MR, NT, 1, p, c->v, next->v, valid, d, dim, values) : value_tiles(MR, NT, 0, p, c->v, next->v, valid, d, dim, values)
@@ -127,34 +141,40 @@ static void value_panel(int half, long rows, const float *p, const struct chunk 
 #undef TILES
 }
 
-/* Turns a row of scores into weights; tokens from `limit` on get weight 0. */
-static void softmax_row(float *scores, long limit, float *largest, float *sum) {
+/* Turns a row of scores, each times `scale`, into weights; tokens from `limit` on get weight 0. */
+INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, long limit, float *largest, float *sum) {
     vf s[CHUNK / VL], most = vset(-INFINITY), total = vset(0);
     if (limit < CHUNK) for (long t = limit; t < CHUNK; t++) scores[t] = -INFINITY; /* they may hold anything */
-    UNROLL for (int i = 0; i < CHUNK / VL; i++) { s[i] = vload(scores + i * VL); most = vmax(most, s[i]); }
+    UNROLL for (int i = 0; i < CHUNK / VL; i++) { s[i] = vload(scores + i * VL) * vset(scale); most = vmax(most, s[i]); }
     float top = vmax_lanes(most);
     UNROLL for (int i = 0; i < CHUNK / VL; i++) {
-        vf p = vexp2(s[i] - vset(top));
-        vstore(scores + i * VL, p);
+        vf p = vexp2_of(s[i] - vset(top), narrow);
+        store_from_float(weights, i * VL, p, narrow);
         total += p;
     }
     *largest = top;
     *sum = vsum(total);
 }
 
-/* total += values, both scaled to the larger of their largest scores. */
-static void merge_row(float *total, float *total_largest, float *total_sum, const float *values, float largest, float sum, long dim) {
-    float both = *total_largest > largest ? *total_largest : largest;
-    vf powers = vset(0);
-    powers[0] = *total_largest - both;
-    powers[1] = largest - both;
-    powers = vexp2(powers);
-    vf old = vset(powers[0]), new = vset(powers[1]);
-    *total_largest = both;
-    *total_sum = vfma(vset(*total_sum), old, vset(sum) * new)[0];
-    long d = 0;
-    for (; d + VL <= dim; d += VL) vstore(total + d, vfma(vload(total + d), old, vload(values + d) * new));
-    for (; d < dim; d++) total[d] = vfma(vset(total[d]), old, vset(values[d]) * new)[0];
+/* total[rows][dim] += values, both scaled to the larger of a row's largest scores.  Rows whose `largest` is -INFINITY stay as they are. */
+static void merge_rows(const struct work *w, long rows, float *total, float *total_largest, float *total_sum, const float *values,
+                       const float *largest, const float *sum, long dim) {
+    for (long row = 0; row < rows; row += VL) { /* all of a register, of which the last may reach beyond the rows into padding */
+        vf old = vload(total_largest + row), new = vload(largest + row), both = vmax(old, new);
+        vi none = both == vset(-INFINITY);
+        old = vexp2(vselect(none, vset(-INFINITY), old - both)), new = vexp2(vselect(none, vset(-INFINITY), new - both));
+        vstore(total_largest + row, both);
+        vstore(total_sum + row, vfma(vload(total_sum + row), old, vload(sum + row) * new));
+        vstore(w->old_factor + row, old);
+        vstore(w->new_factor + row, new);
+    }
+    for (long row = 0; row < rows; row++, total += dim, values += dim) {
+        if (largest[row] == -INFINITY) continue;
+        vf old = vset(w->old_factor[row]), new = vset(w->new_factor[row]);
+        long d = 0;
+        for (; d + VL <= dim; d += VL) vstore(total + d, vfma(vload(total + d), old, vload(values + d) * new));
+        for (; d < dim; d++) total[d] = vfma(vset(total[d]), old, vset(values[d]) * new)[0];
+    }
 }
 
 static void finish_row(const struct attention *a, long head, const struct tile *tile, long row, const float *total, float sum) {
@@ -166,10 +186,11 @@ static void finish_row(const struct attention *a, long head, const struct tile *
 }
 
 /* Partial results of queries [i, j) of a tile for a chunk that starts at `start`; all of them read the same blocks. */
-static void compute_chunk(const struct attention *a, const struct work *w, const struct query *queries, const float *q, const struct item *item,
+static void compute_chunk(const struct attention *a, const struct work *w, const struct query *queries, const void *q, const struct item *item,
                           long head, long start, long i, long j, float *values) {
     long dim = a->layout.dim, first = i * a->group, rows = (j - i) * a->group, panels = panel_count(rows);
-    int half = a->layout.half;
+    int half = a->layout.half, narrow = NARROW(half);
+    float scale = narrow ? a->scale * LOG2E : 1; /* wide queries are scaled already */
     const int32_t *table = a->tables + queries[i].sequence * a->table_stride;
     long remaining = queries[j - 1].limit - start;
     struct chunk c = {.valid = remaining < CHUNK ? remaining : CHUNK};
@@ -190,21 +211,31 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
 #define VISIBLE(row) (queries[(row) / a->group].limit - start)
     for (long t = 0; t < tiles; t += tile_step)
         PANELS if (t * TILE < VISIBLE(end - 1))
-            score_panel(half, end - row, q + row * dim, dim, &c, &next, t, tiles - t < tile_step ? tiles - t : tile_step,
+            score_panel(half, end - row, element(q, row * dim, narrow), dim, &c, &next, t, tiles - t < tile_step ? tiles - t : tile_step,
                         w->scores + row * CHUNK);
-    for (long row = first; row < first + rows; row++) softmax_row(w->scores + row * CHUNK, VISIBLE(row), w->largest + row, w->sum + row);
+    for (long row = first; row < first + rows; row++) {
+        float *scores = w->scores + row * CHUNK;
+        void *weights = element(w->weights, row * CHUNK, narrow);
+        narrow ? softmax_row(1, scores, weights, scale, VISIBLE(row), w->largest + row, w->sum + row)
+               : softmax_row(0, scores, weights, scale, VISIBLE(row), w->largest + row, w->sum + row);
+    }
     for (long d = 0; d < dim; d += dim_step)
-        PANELS value_panel(half, end - row, w->scores + row * CHUNK, &c, &next, VISIBLE(end - 1) < c.valid ? VISIBLE(end - 1) : c.valid, d,
+        PANELS value_panel(half, end - row, element(w->weights, row * CHUNK, narrow), &c, &next, VISIBLE(end - 1) < c.valid ? VISIBLE(end - 1) : c.valid, d,
                            dim - d < dim_step ? dim : d + dim_step, dim, values + row * dim);
 #undef PANELS
 #undef VISIBLE
 }
 
-static void load_queries(const struct attention *a, const struct tile *tile, long head, float *q) {
+static void load_queries(const struct attention *a, const struct tile *tile, long head, void *to) {
     long dim = a->layout.dim;
+    float *q = to;
     vf scale = vset(a->scale * LOG2E); /* so that exponentials are powers of two */
     for (long row = 0; row < tile->count * a->group; row++) {
         long from = a->queries[tile->first + row / a->group].token * a->q_row + (head * a->group + row % a->group) * dim, d = 0;
+        if (NARROW(a->layout.half)) {
+            memcpy((bf16 *)to + row * dim, (const bf16 *)a->q + from, dim * sizeof(bf16));
+            continue;
+        }
         for (; d + VL <= dim; d += VL) vstore(q + row * dim + d, load_as_float(a->q, from + d, a->layout.half) * scale);
         for (; d < dim; d++) q[row * dim + d] = get_float(a->q, from + d, a->layout.half) * scale[0];
     }
@@ -215,12 +246,13 @@ static void attention_item(void *context, long index, int thread) {
     const struct item *item = a->items + index;
     const struct tile *tile = a->tiles + item->tile;
     const struct query *queries = a->queries + tile->first;
-    long dim = a->layout.dim, rows = tile->count * a->group, all_rows = rows * item->heads;
+    long dim = a->layout.dim, rows = tile->count * a->group, stride = (rows + VL - 1) / VL * VL; /* of a head's statistics */
     struct work w;
-    work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a->max_rows, dim, a->layout.half);
-    for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, w.q + h * rows * dim);
-    memset(w.total, 0, all_rows * dim * sizeof(float));
-    for (long row = 0; row < all_rows; row++) w.total_largest[row] = -INFINITY, w.total_sum[row] = 0;
+    work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
+    int narrow = NARROW(a->layout.half);
+    for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, narrow));
+    memset(w.total, 0, item->heads * rows * dim * sizeof(float));
+    for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
     for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++)
         for (long h = 0; h < item->heads; h++) {
             long start = chunk * CHUNK, head = item->first_head + h;
@@ -233,20 +265,19 @@ static void attention_item(void *context, long index, int thread) {
                 while (j < tile->count && (queries[j].sequence == queries[i].sequence ||
                                            attention_same_blocks(a, queries + j - 1, queries + j, start)))
                     j++;
-                compute_chunk(a, &w, queries, w.q + h * rows * dim, item, head, start, i, j, values);
+                compute_chunk(a, &w, queries, element(w.q, h * rows * dim, narrow), item, head, start, i, j, values);
             }
-            for (long row = 0; row < rows; row++)
-                if (tile->partial >= 0) {
-                    a->partial_stats[2 * (partial + row)] = w.largest[row];
-                    a->partial_stats[2 * (partial + row) + 1] = w.sum[row];
-                } else if (w.largest[row] != -INFINITY) {
-                    long at = h * rows + row;
-                    merge_row(w.total + at * dim, w.total_largest + at, w.total_sum + at, values + row * dim, w.largest[row], w.sum[row], dim);
-                }
+            if (tile->partial >= 0) {
+                memcpy(a->partial_largest + partial, w.largest, rows * sizeof(float));
+                memcpy(a->partial_sum + partial, w.sum, rows * sizeof(float));
+            } else
+                merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, values, w.largest, w.sum,
+                           dim);
         }
     if (tile->partial < 0)
-        for (long row = 0; row < all_rows; row++)
-            finish_row(a, item->first_head + row / rows, tile, row % rows, w.total + row * dim, w.total_sum[row]);
+        for (long h = 0; h < item->heads; h++)
+            for (long row = 0; row < rows; row++)
+                finish_row(a, item->first_head + h, tile, row, w.total + (h * rows + row) * dim, w.total_sum[h * stride + row]);
 }
 
 static void merge_item(void *context, long index, int thread) {
@@ -255,17 +286,15 @@ static void merge_item(void *context, long index, int thread) {
     if (tile->partial < 0) return;
     long head = index % a->layout.heads, dim = a->layout.dim, rows = tile->count * a->group;
     struct work w;
-    work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a->max_rows, dim, a->layout.half);
-    for (long row = 0; row < rows; row++) {
-        float largest = -INFINITY, sum = 0;
-        memset(w.total, 0, dim * sizeof(float));
-        for (long chunk = 0; chunk < tile->chunks; chunk++) {
-            long at = tile->partial + (head * tile->chunks + chunk) * rows + row;
-            const float *stats = a->partial_stats + 2 * at;
-            if (stats[0] != -INFINITY) merge_row(w.total, &largest, &sum, a->partial_values + at * dim, stats[0], stats[1], dim);
-        }
-        finish_row(a, head, tile, row, w.total, sum);
+    work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
+    memset(w.total, 0, rows * dim * sizeof(float));
+    for (long row = 0; row < rows; row++) w.total_largest[row] = -INFINITY, w.total_sum[row] = 0;
+    for (long chunk = 0; chunk < tile->chunks; chunk++) {
+        long at = tile->partial + (head * tile->chunks + chunk) * rows;
+        merge_rows(&w, rows, w.total, w.total_largest, w.total_sum, a->partial_values + at * dim, a->partial_largest + at, a->partial_sum + at,
+                   dim);
     }
+    for (long row = 0; row < rows; row++) finish_row(a, head, tile, row, w.total + row * dim, w.total_sum[row]);
 }
 
 /* q [tokens, heads, dim] with rows q_row apart; out the same, contiguous; heads = kv_heads * group.  starts [sequences + 1],
@@ -278,10 +307,11 @@ void radixkv_paged_attention(const void *q, long q_row, const void *k_cache, con
     attention_plan(&a, starts, lengths, sequences, tokens, threads);
     if (a.query_count < tokens) memset(out, 0, tokens * kv_heads * group * dim * (half ? 2 : 4)); /* rows that no sequence owns */
     struct work w;
-    a.thread_bytes = work_layout(&w, 0, a.max_rows, dim, half);
-    a.thread_scratch = scratch(a.thread_bytes * threads + a.partial_rows * (dim + 2) * sizeof(float));
+    a.thread_bytes = work_layout(&w, 0, &a);
+    a.thread_scratch = scratch(a.thread_bytes * threads + (a.partial_rows * (dim + 2) + 2 * VL) * sizeof(float));
     a.partial_values = (float *)(a.thread_scratch + a.thread_bytes * threads);
-    a.partial_stats = a.partial_values + a.partial_rows * dim;
+    a.partial_largest = a.partial_values + a.partial_rows * dim;
+    a.partial_sum = a.partial_largest + a.partial_rows + VL;
     parallel_for(a.item_count, threads, attention_item, &a);
     if (a.partial_rows) parallel_for(a.tile_count * kv_heads, threads, merge_item, &a);
     free(a.items);

@@ -37,7 +37,7 @@ struct attention {
     char *thread_scratch;
     size_t thread_bytes;
     long partial_rows; /* of all split tiles: [KV head][chunk][row] */
-    float *partial_values, *partial_stats; /* [partial row][dim] and [..][2]: largest score, sum of exponentials */
+    float *partial_values, *partial_largest, *partial_sum; /* [partial row][dim], and of its scores the largest, and the sum of exponentials */
 };
 
 /* Fills queries, tiles and items, in memory that the caller frees through `queries`. */

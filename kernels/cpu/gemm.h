@@ -10,8 +10,12 @@
 #define TV (TILE / VL) /* vectors in a tile's row */
 #define MAX_MR 6
 /* Tiles that a kernel of MR rows covers: enough independent accumulators to hide the latency of fused multiply-add, few enough
-   to stay in registers. */
-#define WIDE(MR) ((MR == 1 ? 4 : MR <= 3 ? 2 : 1) * (TV == 1 ? 2 : 1))
+   to stay in registers (32 of a tile's width with AVX-512). */
+#if TV == 1
+#define WIDE(MR) (MR == 1 ? 8 : 4)
+#else
+#define WIDE(MR) (MR == 1 ? 4 : MR <= 3 ? 2 : 1)
+#endif
 #define MAX_NT 8
 
 INLINE void load_tile_row(vf *w, const float *b) { UNROLL for (int v = 0; v < TV; v++) w[v] = vload(b + v * VL); }
@@ -77,16 +81,27 @@ INLINE vf vdot(vf acc, vu x, vu w) {
 /* accumulate() for bfloat16 on both sides: A is row-major bfloat16. */
 INLINE void accumulate_pairs(int MR, int NT, int fetch, vf *acc, const bf16 *a, long lda, const void *const *b, long ldb, long k,
                              const char *const *ahead, long step) {
-    for (long i = 0; i < k; i += 2) {
-        vu w[MAX_NT * TV];
+    vu w[MAX_NT * TV];
+    long i = 0;
+    for (; i + 1 < k; i += 2) {
         UNROLL for (int n = 0; n < NT; n++) {
             if (fetch) __builtin_prefetch(ahead[n] + i * step);
             memcpy(w + n * TV, (const bf16 *)b[n] + i * ldb, TV * sizeof(vu));
         }
         UNROLL for (int m = 0; m < MR; m++) {
-            uint32_t pair = a[m * lda + i];
-            if (i + 1 < k) memcpy(&pair, a + m * lda + i, 4); /* the last of an odd number has nothing beside it */
+            uint32_t pair;
+            memcpy(&pair, a + m * lda + i, 4);
             vu x = (vu){LANES(pair)};
+            UNROLL for (int n = 0; n < NT * TV; n++) acc[m * NT * TV + n] = vdot(acc[m * NT * TV + n], x, w[n]);
+        }
+    }
+    if (i < k) { /* as in accumulate(), what stands beside the last isn't part of the product */
+        UNROLL for (int n = 0; n < NT; n++) {
+            memcpy(w + n * TV, (const bf16 *)b[n] + i * ldb, TV * sizeof(vu));
+            UNROLL for (int v = 0; v < TV; v++) w[n * TV + v] &= 0xffff;
+        }
+        UNROLL for (int m = 0; m < MR; m++) {
+            vu x = (vu){LANES((uint32_t)a[m * lda + i])};
             UNROLL for (int n = 0; n < NT * TV; n++) acc[m * NT * TV + n] = vdot(acc[m * NT * TV + n], x, w[n]);
         }
     }

@@ -43,6 +43,16 @@ INLINE void vstore(float *p, vf v) { memcpy(p, &v, sizeof v); }
 #endif
 INLINE vf vset(float x) { return (vf){LANES(x)}; }
 INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+/* a > b ? a : b, so b where either is NaN */
+INLINE vf vmax(vf a, vf b) {
+#if VBYTES == 64 && defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VBYTES == 32 && defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vselect(a > b, a, b);
+#endif
+}
 
 /* a * b + c, rounded once.  Contraction is off (see build.py), so only what is written as a fused operation is one, and a
    row's bits don't depend on which instance of a loop computed it. */
@@ -71,7 +81,11 @@ INLINE vf vround_bf16(vf v) {
     return vselect((vi)(v != v), vset(__builtin_nanf("")), (vf)rounded);
 }
 
+#if VBYTES == 64 && defined(__AVX512BF16__) /* one instruction; it takes denormals for 0 */
+INLINE void vstore_bf16(bf16 *p, vf v) { __m256bh h = _mm512_cvtneps_pbh((__m512)v); memcpy(p, &h, sizeof h); }
+#else
 INLINE void vstore_bf16(bf16 *p, vf v) { vh h = __builtin_convertvector((vu)vround_bf16(v) >> 16, vh); memcpy(p, &h, sizeof h); }
+#endif
 
 INLINE bf16 bf16_from_float(float x) {
     uint32_t u;
@@ -89,45 +103,91 @@ INLINE void put_float(void *p, long i, float x, int half) {
 }
 INLINE char *element(const void *p, long i, int half) { return (char *)p + i * (half ? 2 : 4); }
 
+/* The lanes in another order: lane i takes that of i + by, modulo VL. */
+#ifdef __clang__
+#define LANE(i, by) (((i) + (by)) % VL)
+#define FOUR_LANES(i, by) LANE(i, by), LANE(i + 1, by), LANE(i + 2, by), LANE(i + 3, by)
+#if VL == 16
+#define ROTATE(v, by) __builtin_shufflevector(v, v, FOUR_LANES(0, by), FOUR_LANES(4, by), FOUR_LANES(8, by), FOUR_LANES(12, by))
+#elif VL == 8
+#define ROTATE(v, by) __builtin_shufflevector(v, v, FOUR_LANES(0, by), FOUR_LANES(4, by))
+#else
+#define ROTATE(v, by) __builtin_shufflevector(v, v, FOUR_LANES(0, by))
+#endif
+#else
+#if VL == 16
+#define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#elif VL == 8
+#define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+#else
+#define LANE_NUMBERS 0, 1, 2, 3
+#endif
+#define ROTATE(v, by) __builtin_shuffle(v, (vi){LANE_NUMBERS} + (by))
+#endif
+
 /* A tree over the lanes: the same order for every row. */
 INLINE float vsum(vf v) {
-    UNROLL for (int width = VL / 2; width; width /= 2) UNROLL for (int i = 0; i < width; i++) v[i] += v[i + width];
+#if VL == 16
+    v += ROTATE(v, 8);
+#endif
+#if VL >= 8
+    v += ROTATE(v, 4);
+#endif
+    v += ROTATE(v, 2);
+    v += ROTATE(v, 1);
     return v[0];
 }
-INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 INLINE float vmax_lanes(vf v) {
-    UNROLL for (int width = VL / 2; width; width /= 2) UNROLL for (int i = 0; i < width; i++) v[i] = v[i] > v[i + width] ? v[i] : v[i + width];
+#if VL == 16
+    v = vmax(v, ROTATE(v, 8));
+#endif
+#if VL >= 8
+    v = vmax(v, ROTATE(v, 4));
+#endif
+    v = vmax(v, ROTATE(v, 2));
+    v = vmax(v, ROTATE(v, 1));
     return v[0];
 }
 
-/* 2^(n + f) for |f| <= 1/2 and shifted = n + 1.5 * 2^23, whose low bits hold n: 2^f by a minimax polynomial of degree 6 (relative
-   error 2^-29 before rounding). */
-INLINE vf vexp2_parts(vf shifted, vf f) {
+/* 2^f for |f| <= 1/2 by a minimax polynomial of degree 6 (relative error 2^-29 before rounding); if `coarse` of degree 3 (2^-13). */
+INLINE vf vexp2_fraction(vf f, int coarse) {
+    if (coarse) {
+        vf p = vset(0x1.c3f760p-5f);
+        p = vfma(p, f, vset(0x1.f0de1cp-3f));
+        p = vfma(p, f, vset(0x1.62f31ap-1f));
+        return vfma(p, f, vset(0x1.fff692p-1f));
+    }
     vf p = vset(0x1.41d334p-13f);
     p = vfma(p, f, vset(0x1.5f456ap-10f));
     p = vfma(p, f, vset(0x1.3b2dbcp-7f));
     p = vfma(p, f, vset(0x1.c6aed4p-5f));
     p = vfma(p, f, vset(0x1.ebfbdap-3f));
     p = vfma(p, f, vset(0x1.62e430p-1f));
-    p = vfma(p, f, vset(1.0f));
-    return (vf)((vi)p + ((vi)shifted << 23));
+    return vfma(p, f, vset(1.0f));
 }
 
 #define SHIFT 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer */
 #define LOG2E 0x1.715476p+0f
 #define LOG2E_REST 0x1.4ae0c0p-26f
 
-/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126; NaN stays NaN. */
-INLINE vf vexp2(vf x) {
+/* 2^x for x <= 127, within 1 ulp, or 2^-13 of it if `coarse`; 0 well below 2^-126; NaN stays NaN. */
+INLINE vf vexp2_of(vf x, int coarse) {
+#if VBYTES == 64 && defined(__AVX512F__)
+    x = vmax(vset(-1000), x);
+    vf n = (x + vset(SHIFT)) - vset(SHIFT);
+    return (vf)_mm512_scalef_ps((__m512)vexp2_fraction(x - n, coarse), (__m512)n);
+#else
     vi tiny = x < -126.0f;
     x = vselect(tiny, vset(-126.0f), x);
-    vf shifted = x + vset(SHIFT);
-    return (vf)((vi)vexp2_parts(shifted, x - (shifted - vset(SHIFT))) & ~tiny);
+    vf shifted = x + vset(SHIFT); /* its low bits hold the integer */
+    return (vf)((vi)vexp2_fraction(x - (shifted - vset(SHIFT)), coarse) + ((vi)shifted << 23) & ~tiny);
+#endif
 }
+INLINE vf vexp2(vf x) { return vexp2_of(x, 0); }
 
 /* e^x for |x| <= 87, within 2 ulp. */
 INLINE vf vexp(vf x) {
     vf shifted = vfma(x, vset(LOG2E), vset(SHIFT));
     vf f = vfma(x, vset(LOG2E), vset(SHIFT) - shifted);
-    return vexp2_parts(shifted, vfma(x, vset(LOG2E_REST), f));
+    return (vf)((vi)vexp2_fraction(vfma(x, vset(LOG2E_REST), f), 0) + ((vi)shifted << 23));
 }

@@ -17,8 +17,8 @@ from radixkv.kernels import AttentionMetadata, cpu, reference
 from radixkv.platform import torch_threads
 
 CPU = torch.device("cpu")
-# Values are about 1: float32 rounding of scores and sums, or one rounding of the result (and of the weights, in float16 torch).
-ATOL = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+# Values are about 1, some 2: float32 rounding of scores and sums, or one rounding of the result and one of the weights.
+ATOL = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 2**-9}
 UNUSED = 2**30
 
 
