@@ -71,7 +71,8 @@ def attention_call(
     starts = torch.tensor([0, *(q for q, _ in sequences)]).cumsum(0).int()
     lengths = torch.tensor([n for _, n in sequences], dtype=torch.int32)
     unused = torch.zeros(0, dtype=torch.int64)
-    metadata = AttentionMetadata(starts, lengths, tables, unused, unused, 0, 0)
+    segments = torch.tensor([[0, len(sequences), 0, common * block_size]], dtype=torch.int32) if common else None
+    metadata = AttentionMetadata(starts, lengths, tables, unused, unused, 0, 0, segments)
     q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM).to(dtype)
     return lambda: cpu.paged_attention(q, k_cache, v_cache, metadata, HEAD_DIM**-0.5)
 

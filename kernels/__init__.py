@@ -7,7 +7,7 @@ A backend is a module with the functions of :class:`Backend`.  ``reference`` is 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -39,6 +39,13 @@ class AttentionMetadata:
     in the same blocks, so their K/V need be read only once.  Both ends are multiples of the block size.  The segments of a
     sequence are disjoint; those nearer to the root come first and are shared by all that share a later one.  None or left out:
     nothing is known to be shared."""
+
+
+    def of_last_tokens(self, rows: Tensor) -> AttentionMetadata:
+        """The batch's queries ``rows`` alone, int64 ``[n]`` in order: the last ones of some sequences; the others have none."""
+        starts = torch.searchsorted(rows, self.query_start_loc.to(rows.dtype), out_int32=True)
+        positions, slots = self.positions[rows], self.slot_mapping[rows]
+        return replace(self, query_start_loc=starts, positions=positions, slot_mapping=slots, max_query_len=1)
 
 
 class Backend(Protocol):

@@ -180,7 +180,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``.
 
-    Reads only blocks that hold tokens; K/V that several short queries share is read once for all of them.
+    Reads only blocks that hold tokens; K/V of ``tree_segments`` is read once for all short queries that share it.
     """
     cache_shape = k_cache.shape
     if len(cache_shape) == _PLAIN_DIMS:
@@ -191,11 +191,13 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
     int32 = torch.int32
     if k_cache.dtype is not dtype or tables.dtype is not int32 or starts.dtype is not int32 or lengths.dtype is not int32:
         raise TypeError("paged_attention takes q in the cache's dtype and block tables, starts and lengths int32")
+    segments = metadata.tree_segments
+    pointer, num_segments = (None, 0) if segments is None else (segments.data_ptr(), len(segments))
     out = torch.empty((tokens, q_heads, dim), dtype=dtype)
     library().radixkv_paged_attention(
         q.data_ptr(), _row_stride(q, q_heads, dim), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), starts.data_ptr(),
         lengths.data_ptr(), tables.data_ptr(), tables.stride(0), len(lengths), tokens, kv_heads, q_heads // kv_heads, dim,
-        cache_shape[2] * cache_shape[4], scale, dtype is torch.bfloat16, num_threads(),
+        cache_shape[2] * cache_shape[4], pointer, num_segments, scale, dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
 

@@ -3,7 +3,11 @@
    Keys are taken in chunks of CHUNK tokens at absolute positions.  For each query row a chunk gives a partial result (its largest score,
    the sum of exponentials, and the values summed with those weights), computed the same way whichever rows stand beside it; partial
    results are merged in order of position (FlashAttention's online softmax, over fixed chunks as in Flash-Decoding).  So a row's bits
-   depend on its own tokens only: not on the batch, on how prefill was cut, on the block size, or on the number of threads. */
+   depend on its own tokens only: not on the batch, on how prefill was cut, on the block size, on what is shared, or on the number of
+   threads.
+
+   Rows of sequences that share a part of a chunk pass over it together, one row panel after the other, while its K and V are in cache
+   (the idea of ChunkAttention, Ye et al. 2024, and Hydragen, Juravsky et al. 2024, for any number of levels). */
 #include "attention.h"
 
 #include "gemm.h"
@@ -22,7 +26,7 @@ struct work { /* one thread's scratch: for all rows of an item, and for the rows
     float *total, *total_largest, *total_sum;
     float *values, *scores, *largest, *sum, *old_factor, *new_factor;
     void *weights; /* [rows][CHUNK]: the scores' own memory, or bfloat16 */
-    void *gathered_k, *gathered_v;
+    void *gathered;
 };
 
 static size_t work_layout(struct work *w, char *base, const struct attention *a) {
@@ -42,66 +46,93 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     TAKE(w->new_factor, padded * 4);
     if (NARROW(half)) TAKE(w->weights, rows * CHUNK * 2);
     else w->weights = w->scores;
-    TAKE(w->gathered_k, CHUNK * dim * (half ? 2 : 4));
-    TAKE(w->gathered_v, CHUNK * dim * (half ? 2 : 4));
+    TAKE(w->gathered, CHUNK * dim * (half ? 2 : 4));
 #undef TAKE
     return used;
 }
 
-/* Keys and values of one chunk as tiles of 16 tokens, of which the first `valid` tokens count. */
-struct chunk {
-    const void *k[CHUNK_TILES], *v[CHUNK_TILES];
-    long valid;
+/* Queries first .. end - 1 of a tile read tokens from .. to - 1 of a chunk in the same blocks. */
+struct piece {
+    long first, end, from, to;
 };
 
-static void find_chunk(const struct attention *a, const struct work *w, const int32_t *table, long head, long start, struct chunk *c) {
-    const struct kv_layout *l = &a->layout;
-    long size = l->half ? 2 : 4;
-    if (l->tile == TILE) {
-        for (long i = 0; i * TILE < c->valid; i++) {
-            long position = start + i * TILE;
-            long at = kv_tile(l, table[position / l->block_size], head, position % l->block_size);
-            c->k[i] = element(a->k_cache, at, l->half);
-            c->v[i] = element(a->v_cache, at, l->half);
+/* Cuts what queries i .. j - 1 see of tokens from .. to - 1 into pieces; for each query they come in order of position.  Fewer than 2 (j - i)
+   of them, as each one that leads to others is where queries part. */
+static long find_pieces(const struct query *q, long i, long j, long from, long to, struct piece *pieces, long n) {
+    for (long k; i < j; i = k) {
+        long end = to, limit = q[i].limit;
+        for (k = i + 1; k < j && q[k].shared > from; k++) {
+            end = q[k].shared < end ? q[k].shared : end;
+            limit = q[k].limit > limit ? q[k].limit : limit;
         }
+        if (limit <= from) continue;
+        pieces[n++] = (struct piece){i, k, from, limit < end ? limit : end};
+        if (end < to && end < limit) n = find_pieces(q, i, k, end, to, pieces, n);
+    }
+    return n;
+}
+
+/* Keys or values of a piece as tiles of 16 tokens; the last may hold less. */
+static void find_tiles(const struct attention *a, const struct work *w, const struct piece *p, long head, int of_values, const void **tiles) {
+    const struct kv_layout *l = &a->layout;
+    const struct query *query = a->queries + p->first;
+    const int32_t *table = a->tables + query->sequence * a->table_stride;
+    const void *cache = of_values ? a->v_cache : a->k_cache;
+    if (l->tile == TILE) {
+        for (long t = p->from; t < p->to; t += TILE)
+            *tiles++ = element(cache, kv_tile(l, table[t / l->block_size], head, t % l->block_size), l->half);
         return;
     }
     /* Small blocks: gather them into tiles of 16. */
     struct kv_layout wide = *l;
     wide.tile = TILE;
-    for (long t = 0; t < c->valid; t += l->tile) {
-        long from = kv_tile(l, table[(start + t) / l->block_size], head, 0), to = t / TILE * TILE * l->dim;
-        for (long u = 0; u < l->tile && t + u < c->valid; u++)
+    long size = l->half ? 2 : 4, length = p->to - p->from;
+    for (long t = 0; t < length; t += l->tile) {
+        long from = kv_tile(l, table[(p->from + t) / l->block_size], head, 0), to = t / TILE * TILE * l->dim;
+        for (long u = 0; u < l->tile && t + u < length; u++)
             for (long d = 0; d < l->dim; d++) {
-                long k = from + k_index(l, u, d), v = from + v_index(l, u, d);
-                memcpy(element(w->gathered_k, to + k_index(&wide, t % TILE + u, d), l->half), element(a->k_cache, k, l->half), size);
-                memcpy(element(w->gathered_v, to + v_index(&wide, t % TILE + u, d), l->half), element(a->v_cache, v, l->half), size);
+                long x = from + (of_values ? v_index(l, u, d) : k_index(l, u, d));
+                long y = to + (of_values ? v_index(&wide, t % TILE + u, d) : k_index(&wide, t % TILE + u, d));
+                memcpy(element(w->gathered, y, l->half), element(cache, x, l->half), size);
             }
     }
-    for (long i = 0; i < CHUNK_TILES; i++) {
-        c->k[i] = element(w->gathered_k, i * TILE * l->dim, l->half);
-        c->v[i] = element(w->gathered_v, i * TILE * l->dim, l->half);
-    }
+    for (long t = 0; t < length; t += TILE) *tiles++ = element(w->gathered, t * l->dim, l->half);
 }
 
-INLINE void score_tiles(int MR, int NT, int half, const void *q, long dim, const void *const *k, const void *const *next, float *scores) {
+INLINE void score_tiles(int MR, int NT, int half, const void *q, long dim, const void *const *k, const void *const *ahead, float *scores) {
     vf acc[MAX_MR * MAX_NT * TV];
     UNROLL for (int i = 0; i < MR * NT * TV; i++) acc[i] = vset(0);
-    if (NARROW(half)) accumulate_pairs(MR, NT, 1, acc, q, dim, k, TILE, dim, (const char *const *)next, TILE * 2);
-    else accumulate(MR, NT, half, 1, acc, q, dim, k, TILE, dim, (const char *const *)next, half ? TILE * 2 : TILE * 4);
+    if (NARROW(half)) accumulate_pairs(MR, NT, 1, acc, q, dim, k, TILE, dim, (const char *const *)ahead, TILE * 2);
+    else accumulate(MR, NT, half, 1, acc, q, dim, k, TILE, dim, (const char *const *)ahead, half ? TILE * 2 : TILE * 4);
     UNROLL for (int m = 0; m < MR; m++) UNROLL for (int n = 0; n < NT * TV; n++) vstore(scores + m * CHUNK + n * VL, acc[m * NT * TV + n]);
 }
 
-INLINE void value_tiles(int MR, int NT, int half, const void *p, const void *const *v, const void *const *next, long valid, long d, long dim,
-                        float *values) {
+/* scores[rows][..] = q k for `count` tiles. */
+static void score_panel(int half, long rows, const void *q, long dim, const void *const *k, const void *const *ahead, long count, float *scores) {
+#define WIDTH(MR, NT)                                                                                                             \
+    for (; t + NT <= count; t += NT)                                                                                              \
+        half ? score_tiles(MR, NT, 1, q, dim, k + t, ahead + t, scores + t * TILE)                                                \
+             : score_tiles(MR, NT, 0, q, dim, k + t, ahead + t, scores + t * TILE);
+#define CASE(MR)                                                                                                                  \
+    WIDTH(MR, WIDE(MR))                                                                                                           \
+    WIDTH(MR, 1)
+    long t = 0;
+    FOR_ROWS(rows, CASE)
+#undef CASE
+#undef WIDTH
+}
+
+INLINE void value_tiles(int MR, int NT, int half, int begin, const void *p, const void *const *v, const void *const *ahead, long valid, long d,
+                        long dim, float *values) {
     vf acc[MAX_MR * MAX_NT * TV];
-    UNROLL for (int i = 0; i < MR * NT * TV; i++) acc[i] = vset(0);
+    UNROLL for (int m = 0; m < MR; m++)
+        UNROLL for (int n = 0; n < NT * TV; n++) acc[m * NT * TV + n] = begin ? vset(0) : vload(values + m * dim + d + n * VL);
     for (long t = 0; t < valid; t += TILE) {
         const void *b[MAX_NT];
         const char *later[MAX_NT];
         UNROLL for (int n = 0; n < NT; n++) {
             b[n] = element(v[t / TILE], (d + n * TILE) * (half ? 2 : 1), half);
-            later[n] = element(next[t / TILE], (d + n * TILE) * (half ? 2 : 1), half);
+            later[n] = element(ahead[t / TILE], (d + n * TILE) * (half ? 2 : 1), half);
         }
         long count = valid - t < TILE ? valid - t : TILE;
         if (NARROW(half)) accumulate_pairs(MR, NT, 1, acc, (const bf16 *)p + t, CHUNK, b, dim, count, later, dim * 2);
@@ -111,48 +142,35 @@ INLINE void value_tiles(int MR, int NT, int half, const void *p, const void *con
         UNROLL for (int n = 0; n < NT * TV; n++) vstore(values + m * dim + d + n * VL, acc[m * NT * TV + n]);
 }
 
-/* scores[rows][CHUNK] = q k for `count` tiles from the first. */
-static void score_panel(int half, long rows, const void *q, long dim, const struct chunk *c, const struct chunk *next, long first,
-                        long count, float *scores) {
-#define WIDTH(MR, NT)                                                                                                             \
-    for (; t + NT <= first + count; t += NT)                                                                                      \
-        half ? score_tiles(MR, NT, 1, q, dim, c->k + t, next->k + t, scores + t * TILE)                                           \
-             : score_tiles(MR, NT, 0, q, dim, c->k + t, next->k + t, scores + t * TILE);
-#define CASE(MR)                                                                                                                  \
-    WIDTH(MR, (WIDE(MR) < CHUNK_TILES ? WIDE(MR) : CHUNK_TILES))                                                                  \
-    WIDTH(MR, 1)
-    long t = first;
-    FOR_ROWS(rows, CASE)
-#undef CASE
-#undef WIDTH
-}
-
-/* values[rows][first .. last - 1] = p v in tiles of 16 columns, of which the last may overlap the one before. */
-static void value_panel(int half, long rows, const void *p, const struct chunk *c, const struct chunk *next, long valid, long first,
-                        long last, long dim, float *values) {
+/* values[rows][dim] = p v, or += unless it is the beginning, in tiles of 16 columns, of which the last may overlap the one before (then a
+   chunk is never cut: see attention_plan). */
+static void value_panel(int half, long rows, int begin, const void *p, const void *const *v, const void *const *ahead, long valid, long dim,
+                        float *values) {
 #define TILES(MR, NT, d)                                                                                                          \
-    half ? value_tiles(MR, NT, 1, p, c->v, next->v, valid, d, dim, values) : value_tiles(MR, NT, 0, p, c->v, next->v, valid, d, dim, values)
+    half ? value_tiles(MR, NT, 1, begin, p, v, ahead, valid, d, dim, values) : value_tiles(MR, NT, 0, begin, p, v, ahead, valid, d, dim, values)
 #define CASE(MR)                                                                                                                  \
-    for (; d + WIDE(MR) * TILE <= last; d += WIDE(MR) * TILE) TILES(MR, WIDE(MR), d);                                             \
-    for (; d < last; d += TILE) TILES(MR, 1, (d + TILE <= last ? d : last - TILE));
-    long d = first;
+    for (; d + WIDE(MR) * TILE <= dim; d += WIDE(MR) * TILE) TILES(MR, WIDE(MR), d);                                              \
+    for (; d < dim; d += TILE) TILES(MR, 1, (d + TILE <= dim ? d : dim - TILE));
+    long d = 0;
     FOR_ROWS(rows, CASE)
 #undef CASE
 #undef TILES
 }
 
-/* Turns a row of scores, each times `scale`, into weights; tokens from `limit` on get weight 0. */
-INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, long limit, float *largest, float *sum) {
-    vf s[CHUNK / VL], most = vset(-INFINITY), total = vset(0);
-    if (limit < CHUNK) for (long t = limit; t < CHUNK; t++) scores[t] = -INFINITY; /* they may hold anything */
-    UNROLL for (int i = 0; i < CHUNK / VL; i++) { s[i] = vload(scores + i * VL) * vset(scale); most = vmax(most, s[i]); }
-    float top = vmax_lanes(most);
-    UNROLL for (int i = 0; i < CHUNK / VL; i++) {
-        vf p = vexp2_of(s[i] - vset(top), narrow);
-        store_from_float(weights, i * VL, p, narrow);
+/* Turns a row's first `limit` scores, each times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0. */
+INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, long limit, long used, float *largest, float *sum) {
+    long end = (limit + VL - 1) / VL * VL;
+    for (long t = limit; t < end; t++) scores[t] = -INFINITY; /* they may hold anything */
+    vf most = vset(-INFINITY), total = vset(0);
+    for (long t = 0; t < end; t += VL) most = vmax(most, vload(scores + t) * vset(scale));
+    vf top = vset(vmax_lanes(most));
+    for (long t = 0; t < end; t += VL) {
+        vf p = vexp2_of(vload(scores + t) * vset(scale) - top, narrow);
+        store_from_float(weights, t, p, narrow);
         total += p;
     }
-    *largest = top;
+    for (long t = end; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
+    *largest = top[0];
     *sum = vsum(total);
 }
 
@@ -185,45 +203,65 @@ static void finish_row(const struct attention *a, long head, const struct tile *
     for (; d < dim; d++) put_float(a->out, to + d, total[d] * inverse[0], a->layout.half);
 }
 
-/* Partial results of queries [i, j) of a tile for a chunk that starts at `start`; all of them read the same blocks. */
-static void compute_chunk(const struct attention *a, const struct work *w, const struct query *queries, const void *q, const struct item *item,
-                          long head, long start, long i, long j, float *values) {
-    long dim = a->layout.dim, first = i * a->group, rows = (j - i) * a->group, panels = panel_count(rows);
+/* The largest limit of the queries that rows row .. end - 1 belong to. */
+static long visible(const struct attention *a, const struct query *queries, long row, long end) {
+    long most = 0;
+    for (long i = row / a->group; i <= (end - 1) / a->group; i++) most = queries[i].limit > most ? queries[i].limit : most;
+    return most;
+}
+
+/* Partial results of a tile's queries for one head and the chunk at `start`: values [rows][dim], largest and sum. */
+static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, const void *q, long head, long next_head,
+                          long start, const struct piece *pieces, long count, float *values) {
+    const struct query *queries = a->queries + tile->first;
+    long dim = a->layout.dim, used = 0;
     int half = a->layout.half, narrow = NARROW(half);
     float scale = narrow ? a->scale * LOG2E : 1; /* wide queries are scaled already */
-    const int32_t *table = a->tables + queries[i].sequence * a->table_stride;
-    long remaining = queries[j - 1].limit - start;
-    struct chunk c = {.valid = remaining < CHUNK ? remaining : CHUNK};
-    find_chunk(a, w, table, head, start, &c);
-    /* What this item reads next is fetched from memory meanwhile: the same chunk of the next head, or the next chunk. */
-    struct chunk next = c;
-    int same_chunk = head + 1 < item->first_head + item->heads;
-    long later = same_chunk ? start : start + CHUNK, left = same_chunk ? remaining : remaining - CHUNK;
-    if (left > 0 && a->layout.tile == TILE) {
-        next.valid = left < CHUNK ? left : CHUNK;
-        find_chunk(a, w, table, same_chunk ? head + 1 : item->first_head, later, &next);
+    const void *k[CHUNK_TILES], *v[CHUNK_TILES];
+    int direct = a->layout.tile == TILE;
+    /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile.  What is needed next is fetched from memory: V while
+       K is used, and the next head's K while V is. */
+#define PANELS(p)                                                                                                                 \
+    for (long first = p->first * a->group, rows = (p->end - p->first) * a->group, panels = panel_count(rows), i = 0, row, end;    \
+         row = first + panel_start(rows, panels, i), end = first + panel_start(rows, panels, i + 1), i < panels; i++)
+    for (const struct piece *p = pieces; p < pieces + count; p++) {
+        long tiles = (p->to - p->from + TILE - 1) / TILE, step = panel_count((p->end - p->first) * a->group) == 1 ? tiles : WIDE(MAX_MR);
+        struct piece here = *p;
+        here.first += tile->first;
+        find_tiles(a, w, &here, head, 0, k);
+        if (direct) find_tiles(a, w, &here, head, 1, v);
+        for (long t = 0; t < tiles; t += step)
+            PANELS(p)
+                if (p->from + t * TILE < visible(a, queries, row, end))
+                    score_panel(half, end - row, element(q, row * dim, narrow), dim, k + t, direct ? v + t : k + t,
+                                tiles - t < step ? tiles - t : step, w->scores + row * CHUNK + p->from - start + t * TILE);
+        used = p->to - start > used ? p->to - start : used;
     }
-    long tiles = (c.valid + TILE - 1) / TILE;
-    /* One panel streams through all of K and V; with several, a few tiles stay in L1 while the panels pass over them. */
-    long tile_step = panels == 1 ? tiles : WIDE(MAX_MR), dim_step = panels == 1 ? dim : WIDE(MAX_MR) * TILE;
-#define PANELS                                                                                                                    \
-    for (long p = 0, row, end; row = first + panel_start(rows, panels, p), end = first + panel_start(rows, panels, p + 1), p < panels; p++)
-#define VISIBLE(row) (queries[(row) / a->group].limit - start)
-    for (long t = 0; t < tiles; t += tile_step)
-        PANELS if (t * TILE < VISIBLE(end - 1))
-            score_panel(half, end - row, element(q, row * dim, narrow), dim, &c, &next, t, tiles - t < tile_step ? tiles - t : tile_step,
-                        w->scores + row * CHUNK);
-    for (long row = first; row < first + rows; row++) {
+    used = (used + TILE - 1) / TILE * TILE;
+    for (long row = 0; row < tile->count * a->group; row++) {
+        long limit = queries[row / a->group].limit - start;
         float *scores = w->scores + row * CHUNK;
         void *weights = element(w->weights, row * CHUNK, narrow);
-        narrow ? softmax_row(1, scores, weights, scale, VISIBLE(row), w->largest + row, w->sum + row)
-               : softmax_row(0, scores, weights, scale, VISIBLE(row), w->largest + row, w->sum + row);
+        if (limit <= 0) {
+            w->largest[row] = -INFINITY;
+            w->sum[row] = 0;
+            for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
+        } else if (narrow) softmax_row(1, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, w->largest + row, w->sum + row);
+        else softmax_row(0, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, w->largest + row, w->sum + row);
     }
-    for (long d = 0; d < dim; d += dim_step)
-        PANELS value_panel(half, end - row, element(w->weights, row * CHUNK, narrow), &c, &next, VISIBLE(end - 1) < c.valid ? VISIBLE(end - 1) : c.valid, d,
-                           dim - d < dim_step ? dim : d + dim_step, dim, values + row * dim);
+    for (const struct piece *p = pieces; p < pieces + count; p++) {
+        struct piece here = *p;
+        here.first += tile->first;
+        find_tiles(a, w, &here, head, 1, v);
+        if (direct) find_tiles(a, w, &here, next_head, 0, k);
+        PANELS(p) {
+            long to = visible(a, queries, row, end);
+            if (to > p->from || p->from == start)
+                value_panel(half, end - row, p->from == start, element(w->weights, row * CHUNK + p->from - start, narrow), v, direct ? k : v,
+                            (to < p->to ? to : p->to) - p->from, dim, values + row * dim);
+        }
+    }
 #undef PANELS
-#undef VISIBLE
 }
 
 static void load_queries(const struct attention *a, const struct tile *tile, long head, void *to) {
@@ -245,28 +283,20 @@ static void attention_item(void *context, long index, int thread) {
     const struct attention *a = context;
     const struct item *item = a->items + index;
     const struct tile *tile = a->tiles + item->tile;
-    const struct query *queries = a->queries + tile->first;
     long dim = a->layout.dim, rows = tile->count * a->group, stride = (rows + VL - 1) / VL * VL; /* of a head's statistics */
+    int narrow = NARROW(a->layout.half);
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
-    int narrow = NARROW(a->layout.half);
     for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, narrow));
     memset(w.total, 0, item->heads * rows * dim * sizeof(float));
     for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
-    for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++)
+    for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++) {
+        struct piece pieces[2 * ROWS];
+        long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
         for (long h = 0; h < item->heads; h++) {
-            long start = chunk * CHUNK, head = item->first_head + h;
-            long partial = tile->partial + (head * tile->chunks + chunk) * rows;
+            long head = item->first_head + h, partial = tile->partial + (head * tile->chunks + chunk) * rows;
             float *values = tile->partial < 0 ? w.values : a->partial_values + partial * dim;
-            for (long row = 0; row < rows; row++) w.largest[row] = -INFINITY; /* of rows that don't reach this chunk */
-            for (long i = 0, j; i < tile->count; i = j) {
-                j = i + 1;
-                if (queries[i].limit <= start) continue;
-                while (j < tile->count && (queries[j].sequence == queries[i].sequence ||
-                                           attention_same_blocks(a, queries + j - 1, queries + j, start)))
-                    j++;
-                compute_chunk(a, &w, queries, element(w.q, h * rows * dim, narrow), item, head, start, i, j, values);
-            }
+            compute_chunk(a, &w, tile, element(w.q, h * rows * dim, narrow), head, h + 1 < item->heads ? head + 1 : head, start, pieces, count, values);
             if (tile->partial >= 0) {
                 memcpy(a->partial_largest + partial, w.largest, rows * sizeof(float));
                 memcpy(a->partial_sum + partial, w.sum, rows * sizeof(float));
@@ -274,6 +304,7 @@ static void attention_item(void *context, long index, int thread) {
                 merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, values, w.largest, w.sum,
                            dim);
         }
+    }
     if (tile->partial < 0)
         for (long h = 0; h < item->heads; h++)
             for (long row = 0; row < rows; row++)
@@ -298,13 +329,15 @@ static void merge_item(void *context, long index, int thread) {
 }
 
 /* q [tokens, heads, dim] with rows q_row apart; out the same, contiguous; heads = kv_heads * group.  starts [sequences + 1],
-   lengths [sequences], tables [sequences, table_stride].  dim at least 16, even if half. */
+   lengths [sequences], tables [sequences, table_stride], segments [segment_count, 4] as in AttentionMetadata.  dim at least 16, even
+   if half. */
 void radixkv_paged_attention(const void *q, long q_row, const void *k_cache, const void *v_cache, void *out, const int32_t *starts,
                              const int32_t *lengths, const int32_t *tables, long table_stride, long sequences, long tokens, long kv_heads,
-                             long group, long dim, long block_size, float scale, int half, int threads) {
+                             long group, long dim, long block_size, const int32_t *segments, long segment_count, float scale, int half,
+                             int threads) {
     struct attention a = {.q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .tables = tables, .table_stride = table_stride,
                           .q_row = q_row, .group = group, .layout = kv_layout(kv_heads, dim, block_size, half), .scale = scale};
-    attention_plan(&a, starts, lengths, sequences, tokens, threads);
+    attention_plan(&a, starts, lengths, sequences, tokens, segments, segment_count, threads);
     if (a.query_count < tokens) memset(out, 0, tokens * kv_heads * group * dim * (half ? 2 : 4)); /* rows that no sequence owns */
     struct work w;
     a.thread_bytes = work_layout(&w, 0, &a);

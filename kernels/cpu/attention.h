@@ -5,15 +5,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CHUNK 64 /* tokens; part of what a result's bits depend on */
+#define CHUNK 256 /* tokens; part of what a result's bits depend on */
 #define ROWS 48  /* query rows that share a pass over keys, enough to make it worth its memory traffic */
 
 struct query { /* one token's queries: a row for each head of the group */
     int32_t sequence, token; /* token: its row in q and out */
     long limit;              /* it sees positions 0 .. limit - 1 */
+    long shared;             /* of those, the first that the query before it in the tile reads in the same blocks; whole tiles of tokens */
 };
 
-struct tile { /* queries first .. first + count - 1, sorted by block table; those of a sequence in order of position */
+struct tile { /* queries first .. first + count - 1, in the order of the batch; those of a sequence in order of position */
     long first, count, chunks;
     int single;   /* its queries pass over K/V once: an item takes all KV heads, which lie side by side in memory */
     long partial; /* where its partial results begin, or -1 if an item merges all its chunks on the spot */
@@ -41,7 +42,5 @@ struct attention {
 };
 
 /* Fills queries, tiles and items, in memory that the caller frees through `queries`. */
-void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, int threads);
-
-/* Whether x and y both see the chunk at `start` whole, in the same blocks. */
-int attention_same_blocks(const struct attention *a, const struct query *x, const struct query *y, long start);
+void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, const int32_t *segments,
+                    long segment_count, int threads);

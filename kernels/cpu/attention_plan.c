@@ -1,60 +1,52 @@
 /* Cuts a batch into tiles of query rows that read the same keys, and tiles into items for the threads.
 
-   A tile is neighbouring tokens of one prefill with all heads of a group, or short queries of sequences whose block tables begin
-   alike: as long as they do, each chunk of K/V is read once for all of them (as in cascade or Hydragen attention). */
+   A tile is neighbouring tokens of one prefill with all heads of a group, or short queries of neighbouring sequences that share the
+   beginning of their block tables: what they share is read once for all of them. */
 #include "attention.h"
 
+#include "gemm.h"
+
+#include <limits.h>
 #include <stdlib.h>
-#include <string.h>
 
-struct sequence {
-    const int32_t *table;
-    int32_t index, start, queries, length, full_blocks;
-};
+#define WORTH_SHARING (4 * TILE) /* tokens; for fewer, sequences had better be spread over the threads */
 
-/* Lexicographic order of full blocks, so that sequences that begin alike are neighbours. */
-static int by_table(const void *x, const void *y) {
-    const struct sequence *a = x, *b = y;
-    int32_t shared = a->full_blocks < b->full_blocks ? a->full_blocks : b->full_blocks;
-    int order = memcmp(a->table, b->table, shared * sizeof(int32_t));
-    return order ? order : a->full_blocks != b->full_blocks ? a->full_blocks - b->full_blocks : a->index - b->index;
+static long at_most(long x, long y) { return x < y ? x : y; }
+
+/* shared[s]: tokens that sequence s has in the same blocks as the one before it. */
+static void find_shared(long *shared, long sequences, const int32_t *segments, long count) {
+    for (long s = 0; s < sequences; s++) shared[s] = 0;
+    for (const int32_t *segment = segments; segment < segments + 4 * count; segment += 4)
+        for (long s = segment[0] + 1; s < segment[0] + segment[1]; s++) shared[s] = segment[3] > shared[s] ? segment[3] : shared[s];
 }
 
-int attention_same_blocks(const struct attention *a, const struct query *x, const struct query *y, long start) {
-    long size = a->layout.block_size, first = start / size, last = (start + CHUNK - 1) / size;
-    return x->limit >= start + CHUNK && y->limit >= start + CHUNK &&
-           !memcmp(a->tables + x->sequence * a->table_stride + first, a->tables + y->sequence * a->table_stride + first,
-                   (last - first + 1) * sizeof(int32_t));
-}
-
-static void cut_tiles(struct attention *a, struct sequence *sequences, const int32_t *starts, const int32_t *lengths, long count) {
-    long short_count = 0, n = 0, per_tile = ROWS / a->group ? ROWS / a->group : 1;
+static void cut_tiles(struct attention *a, const int32_t *starts, const int32_t *lengths, const long *shared, long count) {
+    long per_tile = ROWS / a->group ? ROWS / a->group : 1;
+    /* Where the last columns of a value are computed twice, a chunk can't be cut. */
+    long whole = a->layout.dim % TILE ? CHUNK : TILE;
     for (int is_long = 0; is_long < 2; is_long++) {
+        struct tile *tile = 0;
+        long common = 0; /* tokens that the sequence shares with the last one of these */
         for (long s = 0; s < count; s++) {
             int32_t queries = starts[s + 1] - starts[s];
+            common = at_most(common, shared[s]);
             if (queries <= 0 || lengths[s] <= 0 || (queries > 1 && queries > per_tile / 2) != is_long) continue;
-            sequences[n++] = (struct sequence){a->tables + s * a->table_stride, (int32_t)s, starts[s], queries, lengths[s],
-                                               (int32_t)(lengths[s] / a->layout.block_size)};
-        }
-        if (!is_long) short_count = n;
-    }
-    qsort(sequences, short_count, sizeof *sequences, by_table);
-    struct tile *tile = 0;
-    for (long s = 0; s < n; s++)
-        for (int32_t i = 0; i < sequences[s].queries; i++) {
-            struct query *query = a->queries + a->query_count;
-            *query = (struct query){sequences[s].index, sequences[s].start + i, (long)sequences[s].length - sequences[s].queries + i + 1};
-            int joins = tile && tile->count + (i ? 1 : sequences[s].queries) <= per_tile &&
-                        (i || (s < short_count && attention_same_blocks(a, query - 1, query, 0)));
-            if (!joins) {
-                tile = a->tiles + a->tile_count++;
-                *tile = (struct tile){.first = a->query_count, .single = s < short_count, .partial = -1};
+            for (int32_t i = 0; i < queries; i++) {
+                struct query *query = a->queries + a->query_count;
+                *query = (struct query){(int32_t)s, starts[s] + i, (long)lengths[s] - queries + i + 1, LONG_MAX};
+                if (!i) query->shared = tile ? at_most(common, at_most(query[-1].limit, query->limit)) / whole * whole : 0;
+                if (!tile || tile->count + (i ? 1 : queries) > per_tile || query->shared < WORTH_SHARING) {
+                    tile = a->tiles + a->tile_count++;
+                    *tile = (struct tile){.first = a->query_count, .single = !is_long, .partial = -1};
+                }
+                long chunks = (query->limit + CHUNK - 1) / CHUNK;
+                tile->count++;
+                tile->chunks = chunks > tile->chunks ? chunks : tile->chunks;
+                a->query_count++;
             }
-            long chunks = (query->limit + CHUNK - 1) / CHUNK;
-            tile->count++;
-            tile->chunks = chunks > tile->chunks ? chunks : tile->chunks;
-            a->query_count++;
+            common = LONG_MAX;
         }
+    }
 }
 
 /* With items == 0 only counts. A tile too large a share of the work is split into spans of chunks, merged afterwards. */
@@ -80,11 +72,14 @@ static long cut_items(struct attention *a, long target, struct item *items) {
     return count;
 }
 
-void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, int threads) {
-    a->queries = malloc(tokens * (sizeof(struct query) + sizeof(struct tile)) + sequences * sizeof(struct sequence) + 1);
+void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, const int32_t *segments,
+                    long segment_count, int threads) {
+    a->queries = malloc(tokens * (sizeof(struct query) + sizeof(struct tile)) + sequences * sizeof(long) + 1);
     if (!a->queries) abort();
     a->tiles = (struct tile *)(a->queries + tokens);
-    cut_tiles(a, (struct sequence *)(a->tiles + tokens), starts, lengths, sequences);
+    long *shared = (long *)(a->tiles + tokens);
+    find_shared(shared, sequences, segments, segment_count);
+    cut_tiles(a, starts, lengths, shared, sequences);
     long work = 0;
     for (long t = 0; t < a->tile_count; t++) work += a->tiles[t].count * a->group * a->tiles[t].chunks * a->layout.heads;
     long target = threads == 1 ? work : work / (8L * threads);

@@ -39,7 +39,7 @@ _SIGNATURES = {
     "radixkv_rope": [_POINTER, _LONG] * 2 + [_POINTER] * 2 + [_LONG] * 4 + [_INT] * 2,
     "radixkv_write_kv": [_POINTER, _LONG] * 2 + [_POINTER] * 3 + [_LONG] * 4 + [_INT] * 2,
     "radixkv_copy_blocks": [_POINTER] * 3 + [_LONG] * 4 + [_INT],
-    "radixkv_paged_attention": [_POINTER, _LONG] + [_POINTER] * 6 + [_LONG] * 7 + [_FLOAT] + [_INT] * 2,
+    "radixkv_paged_attention": [_POINTER, _LONG] + [_POINTER] * 6 + [_LONG] * 7 + [_POINTER, _LONG, _FLOAT] + [_INT] * 2,
 }  # fmt: skip
 
 

@@ -71,8 +71,11 @@ class Llama:
         head = self._embedding if config.tie_word_embeddings else get("lm_head.weight")
         self._lm_head = backend.pack_linear(head, None)
 
-    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv: KVStorage) -> Tensor:
+    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv: KVStorage, rows: Tensor | None = None) -> Tensor:
         """Hidden states ``[T, hidden]`` of int64 ``token_ids`` ``[T]``, after the last norm; their K and V go into ``kv``.
+
+        With ``rows``, int64 ``[n]``, those of these rows alone, ``[n, hidden]``: each the last of its sequence.  Of the others the
+        last layer computes nothing but K and V, a thirtieth of the work for a model of 30 layers.
 
         All K/V of a layer are written before its attention reads: a sequence may read blocks that another fills in this step.
         """
@@ -87,15 +90,16 @@ class Llama:
 
         residual = functional.embedding(token_ids, self._embedding)
         x: Tensor = backend.rms_norm(residual, self._first_norm, eps)
-        for (qkv, o, gate_up, down, post_norm, next_norm, q_norm, k_norm), (k_cache, v_cache) in zip(
-            self._layers, kv.layers, strict=True
-        ):
+        for layer, (k_cache, v_cache) in zip(self._layers, kv.layers, strict=True):
+            qkv, o, gate_up, down, post_norm, next_norm, q_norm, k_norm = layer
             q, k, v = linear(x, qkv).view(num_tokens, -1, head_dim).split_with_sizes(heads, 1)
             if q_norm is not None and k_norm is not None:
                 q, k = backend.rms_norm(q.contiguous(), q_norm, eps), backend.rms_norm(k.contiguous(), k_norm, eps)
             rope(q, k, positions, cos_sin)
             write_kv(k, v, k_cache, v_cache, slots)
-            attended = paged_attention(q, k_cache, v_cache, metadata, scale).view(num_tokens, -1)
+            if rows is not None and layer is self._layers[-1]:
+                q, residual, metadata = q[rows], residual[rows], metadata.of_last_tokens(rows)
+            attended = paged_attention(q, k_cache, v_cache, metadata, scale).flatten(1)
             x = add_rms_norm(linear(attended, o), residual, post_norm, eps)
             x = add_rms_norm(linear(silu_mul(linear(x, gate_up)), down), residual, next_norm, eps)
         return x

@@ -88,10 +88,8 @@ class ModelRunner:
         if self._graphs is not None and inputs.max_query_len == 1:
             logits = self._graphs.replay(inputs)
             return logits if len(inputs.sampled_rows) == len(logits) else logits[self._to_device(inputs.sampled_rows)]
-        hidden = self.model.forward(self._to_device(inputs.token_ids), self._metadata(inputs), self.kv)
-        if len(inputs.sampled_rows) < len(hidden):
-            hidden = hidden[self._to_device(inputs.sampled_rows)]
-        return self.model.logits(hidden)
+        rows = self._to_device(inputs.sampled_rows) if len(inputs.sampled_rows) < len(inputs.token_ids) else None
+        return self.model.logits(self.model.forward(self._to_device(inputs.token_ids), self._metadata(inputs), self.kv, rows))
 
     def _metadata(self, inputs: Inputs) -> AttentionMetadata:
         return AttentionMetadata(

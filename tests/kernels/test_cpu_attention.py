@@ -6,11 +6,14 @@ of range, so that reading one shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from radixkv.kernels import AttentionMetadata, cpu, reference
@@ -20,6 +23,26 @@ CPU = torch.device("cpu")
 # Values are about 1, some 2: float32 rounding of scores and sums, or one rounding of the result and one of the weights.
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 2**-9}
 UNUSED = 2**30
+
+Shared = int | Sequence[int]
+"""Tokens that each sequence shares with the one before it (the first one's number means nothing), or one number for all."""
+
+
+def with_previous(shared: Shared, lengths: Sequence[int]) -> list[int]:
+    each = [shared] * len(lengths) if isinstance(shared, int) else shared
+    return [min(n, lengths[s - 1], lengths[s]) if s else 0 for s, n in enumerate(each)]
+
+
+def tree_segments(common: Sequence[int], first: int = 0, start: int = 0) -> Iterator[tuple[int, int, int, int]]:
+    """As AttentionMetadata has them: what neighbouring sequences share, from what all share to what few do."""
+    if len(common) < 2:
+        return
+    end = min(common[1:])
+    if end > start:
+        yield first, len(common), start, end
+    cuts = [0, *(s for s in range(1, len(common)) if common[s] == end), len(common)]
+    for one, other in pairwise(cuts):
+        yield from tree_segments(common[one:other], first + one, end)
 
 
 @dataclass
@@ -31,39 +54,42 @@ class Sequences:
     v: list[Tensor]
 
     @classmethod
-    def random(cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, shared: int = 0) -> Sequences:
+    def random(cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, shared: Shared = 0) -> Sequences:
+        """Each sequence begins as the one before it, for as many tokens as it shares with that one."""
         generator = torch.Generator().manual_seed(sum(lengths) + heads * dim)
 
         def one(length: int, count: int) -> Tensor:
             return torch.randn(length, count, dim, generator=generator).to(dtype)
 
         result = cls([one(n, heads) for n in lengths], [one(n, kv_heads) for n in lengths], [one(n, kv_heads) for n in lengths])
-        for s in range(1, len(lengths)):
+        for s, common in enumerate(with_previous(shared, lengths)):
             for x in (result.k, result.v):
-                x[s][:shared] = x[0][: min(shared, lengths[s])]
+                x[s][:common] = x[s - 1][:common]
         return result
 
     def attend(
-        self, block_size: int, spans: Sequence[tuple[int, int, int]], shared: int = 0, wide: bool = False, seed: int = 0
+        self, block_size: int, spans: Sequence[tuple[int, int, int]], shared: Shared = 0, wide: bool = False, seed: int = 0
     ) -> list[Tensor]:
         """Attention of queries ``first .. end - 1`` of sequence s, for each span (s, first, end), in one batch.
 
-        ``wide`` computes it in the reference and in float64.  The first ``shared`` tokens lie in the same blocks for all.
+        ``wide`` computes it in the reference and in float64.  What each shares with the one before it lies in the same blocks, as far
+        as whole blocks go, and the kernel is told.
         """
         backend = reference if wide else cpu
         dtype = torch.float64 if wide else self.q[0].dtype
         kv_heads, dim = self.k[0].shape[1:]
-        common = shared // block_size
         counts = [-(-end // block_size) for _, _, end in spans]
-        num_blocks = common + sum(max(0, count - common) for count in counts) + 2
+        common = [tokens // block_size for tokens in with_previous(shared, [end for _, _, end in spans])]
+        num_blocks = sum(counts) + 2
         ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()
         tables = torch.full((len(spans), max(counts) + 1), UNUSED, dtype=torch.int32)
-        used = common
+        used = 0
         for i, count in enumerate(counts):
-            own = max(0, count - common)
-            tables[i, : min(count, common)] = ids[: min(count, common)]
-            tables[i, min(count, common) : count] = ids[used : used + own]
+            own = count - common[i]
+            tables[i, : common[i]] = tables[i - 1, : common[i]]
+            tables[i, common[i] : count] = ids[used : used + own]
             used += own
+        segments = torch.tensor(list(tree_segments([n * block_size for n in common])), dtype=torch.int32).view(-1, 4)
         k_cache, v_cache = backend.allocate_kv(num_blocks, block_size, kv_heads, dim, dtype, CPU)
         k_cache.fill_(float("nan"))
         v_cache.fill_(float("nan"))
@@ -76,13 +102,14 @@ class Sequences:
         lengths = torch.tensor([end for _, _, end in spans], dtype=torch.int32)
         q = torch.cat([self.q[s][first:end] for s, first, end in spans]).to(dtype)
         unused = torch.empty(0, dtype=torch.int64)
-        metadata = AttentionMetadata(starts, lengths, tables, unused, unused, max(query_lens), max(end for _, _, end in spans))
+        longest = max(end for _, _, end in spans)
+        metadata = AttentionMetadata(starts, lengths, tables, unused, unused, max(query_lens), longest, segments if shared else None)
         out = backend.paged_attention(q, k_cache, v_cache, metadata, dim**-0.5)
         assert out.dtype is dtype
         return list(out.split(query_lens))
 
 
-def assert_right(sequences: Sequences, block_size: int, spans: Sequence[tuple[int, int, int]], shared: int = 0) -> None:
+def assert_right(sequences: Sequences, block_size: int, spans: Sequence[tuple[int, int, int]], shared: Shared = 0) -> None:
     got = sequences.attend(block_size, spans, shared)
     expected = sequences.attend(block_size, spans, shared, wide=True)
     for a, b in zip(got, expected, strict=True):
@@ -114,11 +141,11 @@ def test_the_whole_grid_agrees_with_float64(dtype: torch.dtype, dim: int, group:
 
 
 def test_sequences_that_share_blocks_agree_with_float64(dtype: torch.dtype) -> None:
-    lengths = [200, 150, 129, 300, 128, 131, 64, 70]
-    sequences = Sequences.random(lengths, 9, 3, 64, dtype, shared=128)
-    for shared in (0, 16, 64, 128):
+    lengths = [400, 350, 329, 300, 528, 331, 264, 270]
+    sequences = Sequences.random(lengths, 9, 3, 64, dtype, shared=256)
+    for shared in (0, 16, 64, 128, 256):
         assert_right(sequences, 16, [(s, n - 1, n) for s, n in enumerate(lengths)], shared)
-    assert_right(sequences, 16, [(s, n - 1 - s, n) for s, n in enumerate(lengths)], shared=128)
+    assert_right(sequences, 16, [(s, n - 1 - s, n) for s, n in enumerate(lengths)], shared=256)
 
 
 def test_large_scores_neither_overflow_nor_lose_the_rest(dtype: torch.dtype) -> None:
@@ -155,6 +182,28 @@ def test_a_querys_bits_depend_on_its_own_tokens_only(dtype: torch.dtype, heads: 
     for share in (0, 64, 128):
         check(sequences.attend(16, decodes, share)[:1], 209)
         check(sequences.attend(16, [*decodes[1:], (0, 205, 210)], share)[-1:], 205)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=2, max_size=20),
+    fractions=st.lists(st.sampled_from([0.0, 0.3, 0.7, 0.9, 1.0]), min_size=20, max_size=20),
+    query_lens=st.lists(st.sampled_from([1, 1, 1, 2, 5, 40]), min_size=20, max_size=20),
+    block_size=st.sampled_from([4, 16, 64]),
+    shape=st.sampled_from([(9, 3, 64), (2, 2, 72), (16, 2, 32)]),
+)
+def test_what_sequences_share_at_any_number_of_levels_changes_no_bit(
+    dtype: torch.dtype, lengths: list[int], fractions: list[float], query_lens: list[int], block_size: int, shape: tuple[int, int, int]
+) -> None:
+    """Told or not, read together or one by one."""
+    shared = [int(n * fraction) for n, fraction in zip(lengths, fractions, strict=False)]
+    sequences = Sequences.random(lengths, *shape, dtype, shared)
+    spans = [(s, max(0, n - query_lens[s]), n) for s, n in enumerate(lengths)]
+    together = sequences.attend(block_size, spans, shared)
+    for a, b in zip(together, sequences.attend(block_size, spans), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(together, sequences.attend(block_size, spans, shared, wide=True), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=ATOL[a.dtype])
 
 
 def test_the_block_size_changes_no_bit(dtype: torch.dtype) -> None:
