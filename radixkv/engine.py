@@ -22,7 +22,7 @@ from radixkv.platform import choose_device, choose_dtype, torch_threads
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.batch import Batch
 from radixkv.scheduling.policy import queue_policy
-from radixkv.scheduling.request import FinishReason, Request, RequestOutput
+from radixkv.scheduling.request import Request, RequestOutput
 from radixkv.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,15 @@ class Engine:
                 raise ValueError(f"{field} must hold token ids from 0 to {vocab_size - 1}, got {max(ids)}")
         if self.scheduler.find(request_id) is not None:
             raise ValueError(f"request_id must be new, {request_id!r} is being served")
-        self.scheduler.add(Request(request_id, prompt.astype(np.int32), params, namespace=namespace, arrival_time=time.monotonic()))
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            namespace=namespace,
+            arrival_time=time.monotonic(),
+            eos_token_ids=self.model_config.eos_token_ids,
+        )
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request early; its blocks are back when this returns.  False if there is none of that id."""
@@ -150,32 +158,28 @@ class Engine:
             logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
             return self._fail([seq.request for seq in batch.sequences], f"{type(error).__name__}: {error}")
         self._count(batch, time.monotonic() - started)
-        overflowed = [request for request, token_id in zip(requests, token_ids, strict=True) if token_id < 0]
-        outputs = self._fail(overflowed, "the model's logits are not finite: it overflowed on this prompt") if overflowed else []
+        self._generated_tokens += len(requests)
+        outputs = []
+        if -1 in token_ids:
+            overflowed = [request for request, token_id in zip(requests, token_ids, strict=True) if token_id < 0]
+            outputs = self._fail(overflowed, "the model's logits are not finite: it overflowed on this prompt")
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
             if token_id < 0:
                 continue
-            request.append(token_id)
-            finish_reason = self._finish_reason(request, token_id)
+            finish_reason = request.append(token_id)
             if finish_reason:
                 self.scheduler.remove(request)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
                     token_ids=[token_id],
-                    logprobs=[logprob] if logprob is not None else None,
+                    logprobs=None if logprob is None else [logprob],
                     finish_reason=finish_reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
                 )
             )
         return outputs
-
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        params = request.params
-        if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.model_config.eos_token_ids):
-            return "stop"
-        return "length" if request.num_output_tokens == params.max_tokens else None
 
     def _fail(self, requests: Sequence[Request], error: str) -> list[RequestOutput]:
         """End requests.  Blocks they published hold no K/V, or bad ones, so the cache must forget them."""
@@ -197,10 +201,11 @@ class Engine:
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._steps += 1
-        prefill = sum(seq.num_tokens for seq in batch.sequences if seq.start < seq.request.num_prompt_tokens)
+        # Lists, not generators: at hundreds of sequences the difference is as much as the rest of this.
+        prefill = sum([seq.num_tokens for seq in batch.sequences if seq.start < seq.request.num_prompt_tokens])
         self._prompt_tokens_computed += prefill
-        self._prefill_seconds += seconds * prefill / batch.num_tokens
-        self._generated_tokens += sum(seq.samples for seq in batch.sequences)
+        if prefill:
+            self._prefill_seconds += seconds * prefill / batch.num_tokens
 
     # -- reporting --------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return (
+            bool(self.logit_bias) or self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def plain(self) -> bool:
+        """The highest logit wins, and nothing is reported of the others."""
+        return self.greedy and self.logprobs is None and not self.shapes_logits
+
     def validate(self) -> SamplingParams:
         """Return self, or raise ``ValueError`` that names the first bad field and its limit."""
         try:  # what came over a wire has these types already, what Python code made may not

@@ -15,7 +15,7 @@ class Lease:
 
     __slots__ = (
         "_counts", "_finding", "_node", "_num_blocks", "_num_published", "_prompt", "_released", "_retention", "_table",
-        "namespace", "num_cached_tokens", "num_computed_tokens", "num_matched_tokens", "num_tokens", "write_start",
+        "block_table", "namespace", "num_cached_tokens", "num_computed_tokens", "num_matched_tokens", "num_tokens", "write_start",
     )  # fmt: skip
 
     def __init__(
@@ -24,6 +24,9 @@ class Lease:
         self._node = node
         """Where its published blocks end."""
         self._table = table
+        """With room to grow."""
+        self.block_table = table
+        """Block ids in order of position: int32 ``[num_blocks]``.  ``publish`` and ``extend`` may change it."""
         self._num_blocks = len(table)
         self._num_published = num_published
         """Leading blocks that are the tree's; the others are its own."""
@@ -45,11 +48,6 @@ class Lease:
         """As last told by ``publish``."""
         self.write_start = num_matched
         """K/V at positions before this are there already, mostly in blocks of another sequence: never write them."""
-
-    @property
-    def block_table(self) -> BlockIds:
-        """Block ids in order of position: int32 ``[num_blocks]``, a view.  ``publish`` and ``extend`` may change it."""
-        return self._table[: self._num_blocks]
 
     @property
     def miss(self) -> Miss | None:

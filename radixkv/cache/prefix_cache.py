@@ -225,6 +225,7 @@ class PrefixCache:
                 lease._table = np.concatenate((lease.block_table, np.empty(end, dtype=np.int32)))
             lease._table[lease._num_blocks : end] = unpack(*fresh)
             lease._num_blocks = end
+            lease.block_table = lease._table[:end]
         lease.num_tokens += n
         return True
 

@@ -36,16 +36,17 @@ class Inputs(NamedTuple):
 def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
     """Flatten a batch: O(sequences) in Python, O(tokens) in numpy."""
     sequences = batch.sequences
+    requests = [seq.request for seq in sequences]
     starts = np.array([seq.start for seq in sequences])
     counts = np.array([seq.num_tokens for seq in sequences])
-    leases = [lease for seq in sequences if (lease := seq.request.lease) is not None]
+    leases = [lease for request in requests if (lease := request.lease) is not None]
     if len(leases) < len(sequences):
         raise ValueError("every scheduled sequence must hold a lease on its blocks")
     ends = starts + counts
-    num_blocks = -(-ends // block_size)
-    tables = np.zeros((len(sequences), num_blocks.max()), dtype=np.int32)
-    for row, lease, n in zip(tables, leases, num_blocks.tolist(), strict=True):
-        row[:n] = lease.block_table[:n]
+    block_tables = [lease.block_table for lease in leases]
+    tables = np.zeros((len(sequences), max(map(len, block_tables))), dtype=np.int32)
+    for row, table in zip(tables, block_tables, strict=True):
+        row[: len(table)] = table
     query_start_loc = np.zeros(len(sequences) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start_loc[1:])
 
@@ -53,14 +54,20 @@ def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
     positions = np.arange(len(row_of_token)) + (starts - query_start_loc[:-1])[row_of_token]
     slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
     slots[positions < np.array([lease.write_start for lease in leases])[row_of_token]] = -1
+    samples = ends == np.array([request.num_tokens for request in requests])
+    last_rows = query_start_loc[1:].astype(np.int64) - 1
+    token_ids = np.empty(len(row_of_token), dtype=np.int64)
+    token_ids[last_rows] = [request.last_token for request in requests]
+    for i in np.flatnonzero((counts > 1) | ~samples).tolist():
+        token_ids[query_start_loc[i] : query_start_loc[i + 1]] = requests[i].tokens[starts[i] : ends[i]]
     return Inputs(
-        token_ids=np.concatenate([seq.request.tokens[seq.start : seq.end] for seq in sequences]).astype(np.int64),
+        token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
         query_start_loc=query_start_loc,
         seq_lens=ends.astype(np.int32),
         block_tables=tables,
-        sampled_rows=query_start_loc[1:][[seq.samples for seq in sequences]].astype(np.int64) - 1,
+        sampled_rows=last_rows[samples],
         max_query_len=int(counts.max()),
         max_seq_len=int(ends.max()),
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from radixkv.cache import BlockCopy
 from radixkv.scheduling.request import Request
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, gc=False):
     """Tokens ``start .. start + num_tokens`` of a request are computed in this step.
 
     A decode has ``num_tokens == 1``; a prefill chunk may have any number.  The blocks are in ``request.lease.block_table`` and
@@ -27,7 +28,7 @@ class ScheduledSequence:
     @property
     def samples(self) -> bool:
         """Whether the chunk ends with the last known token, so that its logits choose the next one."""
-        return self.end == self.request.num_tokens
+        return self.start + self.num_tokens == self.request.num_tokens
 
 
 @dataclass(slots=True)

@@ -29,8 +29,11 @@ class WaitingQueue(ABC):
     def head(self, cache: PrefixCache) -> Request:
         """Whose turn it is; it stays until it is removed.  At least one request must wait."""
 
-    def cached(self, tokens: Tokens, namespace: str) -> None:  # noqa: B027 (most policies need not know)
-        """The cache holds all of ``tokens`` now, until it evicts them.  A policy may need to be told of all that comes in."""
+    def cached(self, tokens: Tokens, namespace: str, known: int = 0) -> None:  # noqa: B027 (most policies need not know)
+        """The cache holds all of ``tokens`` now, until it evicts them; the first ``known`` of them it held before.
+
+        A policy may need to be told of all that comes in.
+        """
 
 
 class FirstComeFirstServed(WaitingQueue):
@@ -86,8 +89,8 @@ class LongestPrefixMatch(WaitingQueue):
     def remove(self, request: Request) -> None:
         self._trie.remove(request)
 
-    def cached(self, tokens: Tokens, namespace: str) -> None:
-        if len(self._trie):
+    def cached(self, tokens: Tokens, namespace: str, known: int = 0) -> None:
+        if self._trie.any_shares_more(tokens, namespace, known):  # hardly ever: what comes in is mostly output
             most_cached = self._trie.columns[0]
             np.maximum(most_cached, self._trie.shared_with(tokens, namespace), out=most_cached)
 

@@ -62,6 +62,13 @@ class PromptTrie:
         self._rows[:, at:n] = self._rows[:, at + 1 : n + 1]
         del self.requests[at], self._keys[at]
 
+    def any_shares_more(self, tokens: Tokens, namespace: str, n: int) -> bool:
+        """Whether a prompt shares more than the first ``n`` of ``tokens``.  O(log prompts) comparisons."""
+        key = _key(tokens, namespace)
+        at = bisect_left(self._keys, key)
+        more = key[1][: 4 * (n + 1)]
+        return any(other == namespace and prompt.startswith(more) for other, prompt in self._keys[max(at - 1, 0) : at + 1])
+
     def shared_with(self, tokens: Tokens, namespace: str) -> NDArray[np.float64]:
         """How many leading tokens each prompt shares with ``tokens``: float64 ``[n]``.  O(n + tokens)."""
         n = len(self.requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -22,7 +23,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]]
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one engine step adds to one request."""
 
     request_id: str
@@ -42,8 +43,8 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "arrival_time", "lease", "namespace", "num_cached_tokens", "num_computed_tokens", "num_preemptions",
-        "num_prompt_tokens", "num_tokens", "params", "request_id",
+        "_buffer", "_read_only", "arrival_time", "last_token", "lease", "namespace", "num_cached_tokens", "num_computed_tokens",
+        "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "request_id", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -54,16 +55,23 @@ class Request:
         *,
         namespace: str = "",
         arrival_time: float = 0.0,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         self._buffer = np.empty(len(prompt) + params.max_tokens, dtype=np.int32)
         self._buffer[: len(prompt)] = prompt
+        self._read_only = self._buffer.view()
+        self._read_only.flags.writeable = False
         self.request_id = request_id
         self.params = params
+        self.plain = params.plain
+        self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        """Tokens that end it."""
         self.namespace = namespace
         self.arrival_time = arrival_time
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
+        self.last_token = prompt.item(-1)
         self.num_computed_tokens = 0
         """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
         self.num_cached_tokens = 0
@@ -74,9 +82,7 @@ class Request:
     @property
     def tokens(self) -> NDArray[np.int32]:
         """Prompt and output so far: a read-only view, int32 ``[num_tokens]``, whose values never change."""
-        tokens = self._buffer[: self.num_tokens]
-        tokens.flags.writeable = False
-        return tokens
+        return self._read_only[: self.num_tokens]
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:
@@ -90,6 +96,11 @@ class Request:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add a token.  Returns why it is the last one, or None if another may follow."""
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
+        self.last_token = token_id
+        if token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if self.num_tokens == len(self._buffer) else None

@@ -60,11 +60,17 @@ class Scheduler:
         batch = Batch()
         preemptions = self.num_preemptions
         prefilling = []
+        block_size, sequences = self.cache.block_size, batch.sequences
         for request in self.running.copy():
-            if request.num_tokens - request.num_computed_tokens > 1:
+            lease, start = request.lease, request.num_computed_tokens
+            if request.num_tokens - start > 1:
                 prefilling.append(request)
-            elif request.lease is not None and self._make_room(request):
-                self._schedule_chunk(batch, request, 1)
+            elif lease is not None and (start < lease.num_tokens or self._make_room(request)):
+                if start >= request.num_prompt_tokens and (start + 1) % block_size:  # most decodes: nothing to publish
+                    request.num_computed_tokens = start + 1
+                    sequences.append(ScheduledSequence(request, start, 1))
+                else:
+                    self._schedule_chunk(batch, request, 1)
         budget = self.max_batch_tokens - len(batch.sequences)
         for request in prefilling:
             if budget and request.lease is not None:
@@ -103,23 +109,22 @@ class Scheduler:
 
     def _schedule_chunk(self, batch: Batch, request: Request, budget: int) -> int:
         assert request.lease is not None
-        start = request.num_computed_tokens
+        start, size = request.num_computed_tokens, self.cache.block_size
         chunk = min(budget, request.num_tokens - start)
         end = request.num_computed_tokens = start + chunk
-        self.cache.publish(request.lease, request.tokens, end, written=False)
         batch.sequences.append(ScheduledSequence(request, start, chunk))
-        size = self.cache.block_size
+        self.cache.publish(request.lease, request.tokens, end, written=False)
         if end // size > start // size:
-            self._queue.cached(request.tokens[: end // size * size], request.namespace)
+            self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)
         return chunk
 
     def _make_room(self, request: Request) -> bool:
-        """Get the block for a decode's next token, preempting the youngest while there is none.
+        """Get the block for a decode's next token and those after it, preempting the youngest while there is none.
 
         False if ``request`` itself was the youngest.  The oldest always gets on, so every request ends.
         """
         assert request.lease is not None
-        missing = request.num_tokens - request.lease.num_tokens
+        missing = self.cache.block_size - request.lease.num_tokens % self.cache.block_size  # all of the block: no call for the rest
         while not self.cache.extend(request.lease, missing):
             youngest = self.running.pop()
             self._release(youngest)

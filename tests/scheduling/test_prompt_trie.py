@@ -46,6 +46,8 @@ def test_it_tells_what_every_prompt_shares_with_others_and_with_any_tokens(arriv
     namespace, tokens = query
     shared = trie.shared_with(np.array(tokens, dtype=np.int32), namespace)
     assert shared.tolist() == [common(request, namespace, tokens) for request in trie.requests]
+    for n in range(len(tokens)):
+        assert trie.any_shares_more(np.array(tokens, dtype=np.int32), namespace, n) == (max(shared, default=0) > n)
     if not here:
         return
     at, depth = data.draw(st.integers(0, len(here) - 1)), data.draw(st.integers(1, 8))

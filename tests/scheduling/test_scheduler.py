@@ -224,6 +224,18 @@ def test_decodes_and_prefill_chunks_share_one_step():
     assert [(seq.request.request_id, seq.num_tokens) for seq in batch.sequences] == [("decoding", 1), ("prefilling", 7)]
 
 
+def test_a_decode_calls_the_cache_only_where_it_begins_or_fills_a_block(monkeypatch: pytest.MonkeyPatch):
+    sim = Simulation(100, 4)
+    sim.add("one", sequence(0, 8), max_tokens=33)
+    sim.step()
+    calls: list[str] = []
+    for name in ("extend", "publish"):
+        real = getattr(sim.cache, name)
+        monkeypatch.setattr(sim.cache, name, lambda *args, name=name, real=real, **kw: (calls.append(name), real(*args, **kw))[1])
+    sim.run()
+    assert calls == ["extend", "publish"] * 8
+
+
 def test_out_of_blocks_the_youngest_is_preempted_and_resumes_from_its_published_prefix():
     sim = Simulation(12, 4, max_batch_tokens=64)
     sim.add("old", sequence(0, 16), max_tokens=20)
