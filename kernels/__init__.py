@@ -40,7 +40,6 @@ class AttentionMetadata:
     sequence are disjoint; those nearer to the root come first and are shared by all that share a later one.  None or left out:
     nothing is known to be shared."""
 
-
     def of_last_tokens(self, rows: Tensor) -> AttentionMetadata:
         """The batch's queries ``rows`` alone, int64 ``[n]`` in order: the last ones of some sequences; the others have none."""
         starts = torch.searchsorted(rows, self.query_start_loc.to(rows.dtype), out_int32=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import NamedTuple, NoReturn
 
@@ -22,6 +22,7 @@ from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import CacheStats, Recorder
 from radixkv.cache.tokens import Tokens, as_tokens, keep
+from radixkv.cache.tree_order import TreeOrder, tree_order
 
 _INT32 = np.dtype(np.int32)
 
@@ -111,6 +112,8 @@ class PrefixCache:
         self._retains = False
         self._recorder = Recorder()
         self._listeners: list[Listener] = []
+        self._tree_order: tuple[list[object], TreeOrder] = [], tree_order((), block_size)
+        """The last answer, and what it was the answer to."""
 
     # -- a sequence's life ----------------------------------------------------------------------------------------
 
@@ -407,6 +410,17 @@ class PrefixCache:
             total=self._recorder.total(),
             namespaces=self._recorder.namespaces(),
         )
+
+    def tree_order(self, leases: Sequence[Lease]) -> TreeOrder:
+        """``leases`` put so that those which share blocks are neighbours, and which blocks those are.
+
+        O(leases + nodes on their paths), or O(leases) where neither these leases nor the tree above them have changed since the
+        last call.
+        """
+        key = [self.tree.num_splits, *(lease._node for lease in leases)]
+        if key != self._tree_order[0]:
+            self._tree_order = key, tree_order(leases, self.block_size)
+        return self._tree_order[1]
 
     def check(self) -> None:
         """Assert every invariant of pool, tree and leases.  O(blocks + tokens held); for tests."""

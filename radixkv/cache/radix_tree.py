@@ -72,6 +72,8 @@ class RadixTree:
         self.num_unlocked_blocks = 0
         self.num_evicted_blocks = 0
         """Since the start."""
+        self.num_splits = 0
+        """Since the start: while it stays the same, so does all that is above a locked node."""
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
@@ -402,6 +404,7 @@ class RadixTree:
         node.num_blocks -= offset
         upper.children = {node.first_token: node}
         self.num_nodes += 1
+        self.num_splits += 1
         return upper
 
     # -- evicting and remembering ----------------------------------------------------------------------------------

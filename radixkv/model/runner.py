@@ -31,6 +31,7 @@ class Inputs(NamedTuple):
     sampled_rows: NDArray[np.int64]
     max_query_len: int
     max_seq_len: int
+    tree_segments: NDArray[np.int32] | None
 
 
 def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
@@ -70,6 +71,7 @@ def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
         sampled_rows=last_rows[samples],
         max_query_len=int(counts.max()),
         max_seq_len=int(ends.max()),
+        tree_segments=batch.tree_segments,
     )
 
 
@@ -107,6 +109,7 @@ class ModelRunner:
             positions=self._to_device(inputs.positions),
             max_query_len=inputs.max_query_len,
             max_seq_len=inputs.max_seq_len,
+            tree_segments=self._to_device(inputs.tree_segments) if inputs.tree_segments is not None else None,
         )
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from radixkv.cache import BlockCopy
+from radixkv.cache import BlockCopy, PrefixCache
 from radixkv.scheduling.request import Request
 
 
@@ -37,6 +39,17 @@ class Batch:
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    tree_segments: NDArray[np.int32] | None = None
+    """As :attr:`~radixkv.kernels.AttentionMetadata.tree_segments`; None where nothing is shared."""
+
+    def put_in_tree_order(self, cache: PrefixCache) -> None:
+        """Make neighbours of sequences that share blocks, and note which blocks they share.  O(sequences) in most steps."""
+        leases = [lease for seq in self.sequences if (lease := seq.request.lease) is not None]
+        assert len(leases) == len(self.sequences), "a scheduled sequence holds no lease"
+        order, segments = cache.tree_order(leases)
+        if len(segments):
+            self.sequences = [self.sequences[i] for i in order]
+            self.tree_segments = segments
 
     @property
     def num_tokens(self) -> int:

@@ -77,6 +77,7 @@ class Scheduler:
                 budget -= self._schedule_chunk(batch, request, budget)
         if self.num_preemptions == preemptions:  # else admitting would only take back what the preemption just freed
             self._admit(batch, budget)
+        batch.put_in_tree_order(self.cache)
         batch.copies = self.cache.take_copies()
         return batch
 

@@ -54,7 +54,9 @@ class Sequences:
     v: list[Tensor]
 
     @classmethod
-    def random(cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, shared: Shared = 0) -> Sequences:
+    def random(
+        cls, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, shared: Shared = 0
+    ) -> Sequences:
         """Each sequence begins as the one before it, for as many tokens as it shares with that one."""
         generator = torch.Generator().manual_seed(sum(lengths) + heads * dim)
 
@@ -72,8 +74,8 @@ class Sequences:
     ) -> list[Tensor]:
         """Attention of queries ``first .. end - 1`` of sequence s, for each span (s, first, end), in one batch.
 
-        ``wide`` computes it in the reference and in float64.  What each shares with the one before it lies in the same blocks, as far
-        as whole blocks go, and the kernel is told.
+        ``wide`` computes it in the reference and in float64.  What each shares with the one before it lies in the same blocks, as
+        far as whole blocks go, and the kernel is told.
         """
         backend = reference if wide else cpu
         dtype = torch.float64 if wide else self.q[0].dtype
@@ -103,7 +105,8 @@ class Sequences:
         q = torch.cat([self.q[s][first:end] for s, first, end in spans]).to(dtype)
         unused = torch.empty(0, dtype=torch.int64)
         longest = max(end for _, _, end in spans)
-        metadata = AttentionMetadata(starts, lengths, tables, unused, unused, max(query_lens), longest, segments if shared else None)
+        told = segments if shared else None
+        metadata = AttentionMetadata(starts, lengths, tables, unused, unused, max(query_lens), longest, told)
         out = backend.paged_attention(q, k_cache, v_cache, metadata, dim**-0.5)
         assert out.dtype is dtype
         return list(out.split(query_lens))
@@ -193,7 +196,12 @@ def test_a_querys_bits_depend_on_its_own_tokens_only(dtype: torch.dtype, heads: 
     shape=st.sampled_from([(9, 3, 64), (2, 2, 72), (16, 2, 32)]),
 )
 def test_what_sequences_share_at_any_number_of_levels_changes_no_bit(
-    dtype: torch.dtype, lengths: list[int], fractions: list[float], query_lens: list[int], block_size: int, shape: tuple[int, int, int]
+    dtype: torch.dtype,
+    lengths: list[int],
+    fractions: list[float],
+    query_lens: list[int],
+    block_size: int,
+    shape: tuple[int, int, int],
 ) -> None:
     """Told or not, read together or one by one."""
     shared = [int(n * fraction) for n, fraction in zip(lengths, fractions, strict=False)]

@@ -295,7 +295,7 @@ def test_fcfs_admits_in_order_of_arrival():
 
 
 def test_dfs_weight_runs_branches_one_after_another_the_fullest_first():
-    sim = Simulation(300, 4, policy="dfs-weight", max_batch_tokens=64)
+    sim = Simulation(300, 4, policy="dfs-weight", max_num_seqs=1)
     branches = {name: sequence(0, 8) + sequence(100 * (i + 1), 8) for i, name in enumerate("ab")}
     for name, tokens in branches.items():
         sim.add(f"warm-up-{name}", tokens, max_tokens=1)
@@ -303,7 +303,7 @@ def test_dfs_weight_runs_branches_one_after_another_the_fullest_first():
     for i, name in enumerate("abbab"):
         sim.now += 1
         sim.add(f"{name}{i}", branches[name] + sequence(1000 + 100 * i, 4), max_tokens=1)
-    sim.step()
+    sim.run()
     assert sim.finished[2:] == ["b1", "b2", "b4", "a0", "a3"]
 
 
