@@ -27,7 +27,7 @@ from radixkv.model.tokenizer import load_tokenizer
 
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128)
 CONTIGUOUS = Layout(None, shares_prefixes=False)
-SAMPLE = 4
+SAMPLE = 8
 """Without sharing every prompt is computed whole: one request in so many is enough to time."""
 Figures = dict[str, Any]
 
@@ -145,7 +145,7 @@ def memory(
     Waste is the share of reserved slots (a token's K/V each) that no token of a prompt, or of the output so far, uses: the mean
     over all steps. It, the most sequences that ran at once, and the bytes of their block tables come from the real scheduler and
     cache without a model, first with prefix sharing off, which is paging's gain alone, then with it on. Tokens a second are of the
-    real engine on the real model, prefixes shared; for contiguous reservation nothing is, and one request in 4 is timed.
+    real engine on the real model, prefixes shared; for contiguous reservation nothing is, and one request in 8 is timed.
 
     All requests wait from the start, an agent's turns too: their histories are scripted. Small blocks waste less, large ones make
     shorter tables; what a block size costs in speed is the last column.
