@@ -10,6 +10,7 @@ BENCHES = {
     "cpu-kernels": "the native CPU kernels: matrix products and paged attention against the memory's speed",
     "engine": "what the engine does beside the model: microseconds a step by part, up to 256 sequences",
     "local": "the serving benchmark against a radixkv server started for it",
+    "memory": "KV waste, sequences that fit, table bytes and speed: blocks of 1 to 128 against contiguous reservation",
     "order": "hit tokens of each queue policy as a share of the optimum, when a burst exceeds the cache",
     "peers": "the serving workloads against radixkv and another server in turn",
     "serving": "an OpenAI-compatible server under a shared prefix, agent loops, and prompts that share nothing",
