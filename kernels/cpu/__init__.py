@@ -177,11 +177,17 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     )  # fmt: skip
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``.
 
-    Reads only blocks that hold tokens; K/V that several short queries share is read once for all of them.
+    Reads only blocks that hold tokens; K/V that several short queries share is read once for all of them.  Raises ValueError for
+    a window or a soft cap.
     """
+    if window is not None or soft_cap is not None:
+        raise ValueError("paged_attention on the CPU knows no window and no soft_cap")
     cache_shape = k_cache.shape
     if len(cache_shape) == _PLAIN_DIMS:
         return torch_ops.paged_attention(q, k_cache, v_cache, metadata, scale)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_MEMORY_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-ATTENTION = {"decode_segments", "merge_segments", "prefill_tiles"}
+ATTENTION = {"decode_splits", "merge_splits", "prefill_tiles"}
 OTHERS = {"scatter_rows", "copy_slice", "rotate_head", "norm_row", "gate_slice"}
 SHAPES = [  # dtype, head_dim, group, block_size
     ("bfloat16", 64, 3, 16),
@@ -43,7 +43,7 @@ def check(binaries: list[dict[str, Any]]) -> None:
     for binary in binaries:
         assert binary["is_elf"], binary
         assert binary["shared_bytes"] <= SHARED_MEMORY_LIMIT[binary["target"]], binary
-        if binary["kernel"] in ("decode_segments", "prefill_tiles"):
+        if binary["kernel"] in ("decode_splits", "prefill_tiles"):
             instructions[binary["target"], binary["dtype"], binary["head_dim"]].append(binary["instructions"])
     for (target, dtype, _), (decode, prefill) in instructions.items():
         # One instruction for both is what lets a row have the same bits from either; float32 has none on NVIDIA.
