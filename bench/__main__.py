@@ -8,6 +8,7 @@ import sys
 BENCHES = {
     "cache": "the prefix cache's bookkeeping: microseconds a request beside its peers', and how costs grow with size",
     "cpu-kernels": "the native CPU kernels: matrix products and paged attention against the memory's speed",
+    "kernels": "the Triton kernels: timed on a GPU, or compiled for GPUs that are not there: registers, spills, shared memory",
     "local": "the serving benchmark against a radixkv server started for it",
     "order": "hit tokens of each queue policy as a share of the optimum, when a burst exceeds the cache",
     "peers": "the serving workloads against radixkv and another server in turn",
