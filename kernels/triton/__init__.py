@@ -55,7 +55,7 @@ def paged_attention(
     (see ``softmax_tiles``).  Keys out of a ``window``'s reach are not read, up to a tile.  Nothing waits for the GPU, and grids
     follow shapes, ``max_query_len`` and ``max_seq_len``.  Rows that no sequence owns are left unset.
     """
-    check_attention_inputs(q, k_cache, v_cache)
+    check_attention_inputs(q, k_cache, v_cache, metadata.tree_segments)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tiles, scoring = TileShape.of(q, k_cache), Scoring(scale, window, soft_cap)
     paged_decode(q, k_cache, v_cache, metadata, scoring, tiles, out)

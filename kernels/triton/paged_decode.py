@@ -141,10 +141,11 @@ def paged_decode(
     num_heads, head_dim = q.shape[1:]
     num_sequences = metadata.seq_lens.shape[0]
     num_splits = max(1, -(-metadata.max_seq_len // SPLIT))
-    no_segments = metadata.seq_lens  # never read
-    segments, num_segments = no_segments, 0
-    if metadata.tree_segments is not None:
-        segments, num_segments = metadata.tree_segments.contiguous(), metadata.tree_segments.shape[0]
+    segments, num_segments = metadata.tree_segments, 0
+    if segments is None:
+        segments = metadata.seq_lens  # never read
+    else:
+        num_segments = segments.shape[0]
     step = max(1, min(num_sequences, PARTIAL_BYTES // (4 * num_splits * num_heads * head_dim)))
     accs = torch.empty((step, num_splits, num_heads, head_dim), dtype=torch.float32, device=q.device)
     tops, totals = torch.empty((2, step, num_splits, num_heads), dtype=torch.float32, device=q.device)

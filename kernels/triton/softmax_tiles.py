@@ -121,8 +121,12 @@ class Scoring:
         return {"WINDOW": self.window or 0, "CAP_LOG2": (self.soft_cap or 0.0) * LOG2_E}
 
 
-def check_attention_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def check_attention_inputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_segments: Tensor | None) -> None:
     """Raise ValueError for what the kernels would silently misread."""
+    if tree_segments is not None and (
+        tree_segments.dtype != torch.int32 or tree_segments.dim() != 2 or tree_segments.stride() != (4, 1)
+    ):
+        raise ValueError(f"tree_segments must be contiguous int32 [P, 4], got {tree_segments.dtype} {tuple(tree_segments.shape)}")
     if q.stride(2) != 1 or not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.shape != v_cache.shape:
         raise ValueError("q needs unit stride over head_dim; k_cache and v_cache need one shape, and to be contiguous")
     stored = k_cache.dtype

@@ -62,7 +62,11 @@ def test_attention_equals_the_reference_over_the_grid(
     group, block_size = GROUPS[index % len(GROUPS)], 2 ** (index // 5 % 8)
     query_lens, seq_lens = [1 + index % 2, 1, block_size % 40 + 1, 1], [2 + index % 3, 64 + index, block_size * 2, 256 + index % 2]
     batch = paged_batch(query_lens, seq_lens, block_size, 1, group, head_dim, dtype, DEVICE)
-    assert_as_exact_as_its_dtype_allows(batch.attend(triton_backend), batch)
+    stored = (None, torch.float8_e4m3fn, torch.float8_e5m2)[index % 3]
+    if stored is not None and dtype != torch.float32:
+        batch.k_cache, batch.v_cache = batch.k_cache.to(stored), batch.v_cache.to(stored)
+    options = {"window": (None, 70, 5)[index % 4 % 3], "soft_cap": (None, 4.0)[index // 2 % 2]}
+    assert_as_exact_as_its_dtype_allows(batch.attend(triton_backend, **options), batch, **options)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (40, 3.0), (300, None), (None, 30.0)])
@@ -77,10 +81,10 @@ def test_window_and_soft_cap_equal_the_reference(
 
 def test_what_no_window_reaches_is_not_read(triton_backend: Any, paged_batch: Callable[..., Any]) -> None:
     batch = paged_batch([1, 5], [600, 600], 16, 1, 2, 64, torch.bfloat16, DEVICE)
-    expected = batch.attend(triton_backend, window=70)
+    expected = batch.attend(triton_backend, window=20)
     poisoned = batch.metadata.block_tables[0, -1]
-    batch.metadata.block_tables[:, : 512 // 16] = poisoned  # keys from 526 on are seen, in tiles of up to 64
-    assert torch.equal(batch.attend(triton_backend, window=70), expected)
+    batch.metadata.block_tables[:, : 576 // 16] = poisoned  # keys from 576 on are seen, in tiles of up to 64
+    assert torch.equal(batch.attend(triton_backend, window=20), expected)
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [(torch.float8_e4m3fn, torch.bfloat16), (torch.float8_e5m2, torch.float16)])
@@ -134,6 +138,10 @@ def test_wrong_inputs_are_refused(triton_backend: Any, paged_batch: Callable[...
         batch.attend(triton_backend)
     batch.q = batch.q.float().transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="unit stride"):
+        batch.attend(triton_backend)
+    batch = paged_batch([1], [5], 4, 1, 2, 64, torch.float32, DEVICE)
+    batch.metadata.tree_segments = torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="int32"):
         batch.attend(triton_backend)
     for options in ({"window": 0}, {"soft_cap": 0.0}):
         with pytest.raises(ValueError, match="at least 1"):
