@@ -149,8 +149,8 @@ def attend_tile(
 ):  # fmt: skip
     """Fold keys ``first`` to ``first + KEYS`` into the running softmax: weighted sum acc ``[R, D]``, maximum and total ``[R]``.
 
-    Row ``r`` sees keys up to ``position[r]``, and no more than ``WINDOW`` of them unless that is 0; keys from ``end`` on are not
-    read.  A row that sees none keeps its bits.  K and V are widened to q's dtype, exactly.
+    Row ``r`` sees keys up to ``position[r]``, and no more than ``WINDOW`` of them unless that is 0; ``end`` lies behind them
+    all, and from there on nothing is read.  A row that sees no key keeps its bits.  K and V are widened to q's dtype, exactly.
     """
     key = first + tl.arange(0, KEYS)
     dim = tl.arange(0, PADDED_DIM)
@@ -163,7 +163,7 @@ def attend_tile(
         power = tl.exp2(-tl.abs(scores))  # tanh(x) is (1 - p) / (1 + p), where p is exp(-2 x), and can't overflow
         bounded = CAP_LOG2 * ((1.0 - power) / (1.0 + power))
         scores = tl.where(scores < 0, -bounded, bounded)
-    seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
+    seen = key[None, :] <= position[:, None]
     if WINDOW > 0:
         seen &= key[None, :] > position[:, None] - WINDOW
     scores = tl.where(seen, scores, float("-inf"))

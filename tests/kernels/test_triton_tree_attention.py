@@ -19,7 +19,17 @@ Segments = list[tuple[int, int, int, int]]
 
 @pytest.fixture
 def backend(triton_backend: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The backend with splits of one key tile, so that short sequences have several."""
+    """The backend with splits of one key tile, so that short sequences have several, and with NaN in memory that it leaves unset.
+
+    Without that, memory that a call without sharing left behind could hold just what a call with sharing forgot.
+    """
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> torch.Tensor:
+        memory = empty(*args, **options)
+        return memory.fill_(float("nan")) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(importlib.import_module("radixkv.kernels.triton.paged_decode"), "SPLIT", SPLIT)
     monkeypatch.setattr(triton_backend.softmax_tiles, "SPLIT", SPLIT)
     return triton_backend
@@ -80,17 +90,18 @@ def test_sharing_changes_no_bit_of_a_random_tree(backend: Any, paged_batch: Call
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter, of what it should find
 def test_what_is_shared_is_read_through_one_sequence_only(backend: Any, paged_batch: Callable[..., Any]) -> None:
-    batch = paged_batch([1] * 5, [200, 210, 330, 300, 290], 16, 1, 3, 64, torch.bfloat16, DEVICE)
-    # Splits 0 and 1 are everybody's; split 2 is cut by the segments' border, so nobody's; 3 is shared by the last three.
+    batch = paged_batch([1] * 6, [200, 210, 330, 300, 290, 260], 16, 1, 3, 64, torch.bfloat16, DEVICE)
+    # Splits 0 and 1 are shared by five; split 2 is cut by the segments' border, so nobody's; 3 is shared by the last three of them.
+    # The sixth sequence shares nothing.
     batch.metadata.tree_segments = share(batch, [(0, 5, 0, 144), (0, 2, 144, 192), (2, 3, 144, 288)])
     expected = assert_sharing_changes_no_bit(backend, batch)
     tables = batch.metadata.block_tables
     poisoned = tables[0, -1].item()
-    tables[1:, : 128 // 16] = poisoned
-    tables[3:, 192 // 16 : 256 // 16] = poisoned
+    tables[1:5, : 128 // 16] = poisoned
+    tables[3:5, 192 // 16 : 256 // 16] = poisoned
     assert torch.equal(batch.attend(backend), expected)
     batch.metadata.tree_segments = None
-    assert batch.attend(backend).isnan().any(-1).any(-1).tolist() == [False, True, True, True, True]
+    assert batch.attend(backend).isnan().any(-1).any(-1).tolist() == [False, True, True, True, True, False]
 
 
 def test_a_prefill_among_the_sequences_neither_reads_nor_stops_the_sharing(backend: Any, paged_batch: Callable[..., Any]) -> None:
