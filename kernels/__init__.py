@@ -37,8 +37,8 @@ class AttentionMetadata:
     tree_segments: Tensor | None = None
     """int32 ``[P, 4]``: first sequence, number of sequences, first token, end token.  These neighbouring sequences hold the tokens
     in the same blocks, so their K/V need be read only once.  Both ends are multiples of the block size.  The segments of a
-    sequence are disjoint; those nearer to the root come first and are shared by all that share a later one.  None or left out:
-    nothing is known to be shared."""
+    sequence are disjoint; those nearer to the root come first and are shared by all that share a later one.  A row of zero
+    sequences is padding.  None or left out: nothing is known to be shared."""
 
     def of_last_tokens(self, rows: Tensor) -> AttentionMetadata:
         """The batch's queries ``rows`` alone, int64 ``[n]`` in order: the last ones of some sequences; the others have none."""
@@ -88,8 +88,15 @@ class Backend(Protocol):
         """Store k and v ``[T, G, D]`` at their slots; a slot of -1 is skipped."""
         ...
 
-    def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``, contiguous."""
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+        window: int | None = None, soft_cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``, contiguous.
+
+        A row sees the last ``window`` keys up to its own, all of them by default.  Scores ``s = q . k * scale`` become
+        ``soft_cap * tanh(s / soft_cap)`` if that is given (Gemma 2).  Raises ValueError where a backend has no such thing.
+        """
         ...
 
     def copy_blocks(self, k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:

@@ -62,14 +62,21 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store k and v ``[T, G, D]`` at their slots; a slot of -1 is skipped."""
+    """Store k and v ``[T, G, D]`` at their slots; a slot of -1 is skipped.  8-bit floats saturate."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = k[kept]
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v[kept]
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        rows, stored = x[kept], cache
+        if cache.element_size() == 1:
+            limit = torch.finfo(cache.dtype).max
+            rows, stored = rows.clamp(-limit, limit).to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+        stored.view(-1, *cache.shape[2:])[slots] = rows
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``.
 
     One sequence at a time: gather its blocks into dense K and V, then softmax over a full score matrix.  Rows that no
@@ -89,9 +96,14 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
         group = query.shape[1] // num_kv_heads
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         key_position = torch.arange(length, device=q.device)
         query_position = key_position[length - query.shape[0] :, None]
-        weights = scores.masked_fill(key_position > query_position, float("-inf")).softmax(-1)
+        hidden = key_position > query_position
+        if window is not None:
+            hidden |= key_position <= query_position - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
     return out
 

@@ -177,11 +177,17 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     )  # fmt: skip
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, *,
+    window: int | None = None, soft_cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``.
 
-    Reads only blocks that hold tokens; K/V of ``tree_segments`` is read once for all short queries that share it.
+    Reads only blocks that hold tokens; K/V of ``tree_segments`` is read once for all short queries that share it.  Raises ValueError
+    for a window or a soft cap.
     """
+    if window is not None or soft_cap is not None:
+        raise ValueError("paged_attention on the CPU knows no window and no soft_cap")
     cache_shape = k_cache.shape
     if len(cache_shape) == _PLAIN_DIMS:
         return torch_ops.paged_attention(q, k_cache, v_cache, metadata, scale)
@@ -192,6 +198,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Atten
     if k_cache.dtype is not dtype or tables.dtype is not int32 or starts.dtype is not int32 or lengths.dtype is not int32:
         raise TypeError("paged_attention takes q in the cache's dtype and block tables, starts and lengths int32")
     segments = metadata.tree_segments
+    if segments is not None and (segments.dtype is not int32 or not segments.is_contiguous()):
+        raise TypeError("tree_segments must be int32 and contiguous")
     pointer, num_segments = (None, 0) if segments is None else (segments.data_ptr(), len(segments))
     out = torch.empty((tokens, q_heads, dim), dtype=dtype)
     library().radixkv_paged_attention(

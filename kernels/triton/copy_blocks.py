@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +24,8 @@ def copy_slice(k_cache, v_cache, copies, num_copies, block_elements, row_element
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:
     """For each row ``(source block, target block, num_rows)`` of int64 ``[C, 3]``, in order, copy the leading token rows."""
+    if k_cache.element_size() == 1:  # not every GPU knows every 8-bit float
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     block_elements = k_cache.stride(0)
     slice_elements = min(1024, triton.next_power_of_2(block_elements))
     copy_slice[(triton.cdiv(block_elements, slice_elements),)](

@@ -8,15 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import AttentionMetadata
-from .softmax_tiles import LOG2_E, METADATA, TileShape, attend_tile, merge, normalized
+from .softmax_tiles import METADATA, Scoring, TileShape, attend_tile, merge, normalized
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"], do_not_specialize_on_alignment=METADATA)
 def prefill_tiles(
     q, k_cache, v_cache, out, query_start_loc, seq_lens, block_tables,
-    scale_log2, q_token_stride, q_head_stride, kv_token_stride, table_stride, num_sequences, num_heads,
+    score_scale, q_token_stride, q_head_stride, kv_token_stride, table_stride, num_sequences, num_heads,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """Program (query tile, KV head).  Row ``r`` of a tile is head ``r % GROUP`` of the tile's token ``r // GROUP``."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -53,25 +53,26 @@ def prefill_tiles(
     acc = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    segment_acc, segment_top, segment_total = acc, top, total
-    for first in range(0, end, KEYS):
-        segment_acc, segment_top, segment_total = attend_tile(
-            queries, segment_acc, segment_top, segment_total, first, end, position,
+    split_acc, split_top, split_total = acc, top, total
+    begin = tl.maximum(seq_len - query_len + first_token - WINDOW + 1, 0) // KEYS * KEYS if WINDOW > 0 else 0
+    for first in range(begin, end, KEYS):
+        split_acc, split_top, split_total = attend_tile(
+            queries, split_acc, split_top, split_total, first, end, position,
             k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, table,
-            kv_token_stride, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
+            kv_token_stride, score_scale, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, WINDOW, CAP_LOG2,
         )  # fmt: skip
-        if (first + KEYS) % SEGMENT == 0:
-            acc, top, total = merge(acc, top, total, segment_acc, segment_top, segment_total)
-            segment_acc = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
-            segment_top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-            segment_total = tl.zeros([ROWS], dtype=tl.float32)
-    acc, top, total = merge(acc, top, total, segment_acc, segment_top, segment_total)
+        if (first + KEYS) % SPLIT == 0:
+            acc, top, total = merge(acc, top, total, split_acc, split_top, split_total)
+            split_acc = tl.zeros([ROWS, PADDED_DIM], dtype=tl.float32)
+            split_top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+            split_total = tl.zeros([ROWS], dtype=tl.float32)
+    acc, top, total = merge(acc, top, total, split_acc, split_top, split_total)
     result = normalized(acc, total).to(out.dtype.element_ty)
     tl.store(out + ((query * num_heads + head) * HEAD_DIM)[:, None] + dim[None, :], result, mask=used)
 
 
 def paged_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float, tiles: TileShape, out: Tensor
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scoring: Scoring, tiles: TileShape, out: Tensor
 ) -> None:
     """Write to out ``[T, H, D]`` the rows of the sequences that have two query tokens or more, and no others."""
     num_tokens, num_heads = q.shape[:2]
@@ -79,6 +80,6 @@ def paged_prefill(
     num_tiles = num_tokens // (tiles.rows // tiles.group) + num_sequences
     prefill_tiles[(num_tiles, num_heads // tiles.group)](
         q, k_cache, v_cache, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables,
-        scale * LOG2_E, q.stride(0), q.stride(1), k_cache.stride(1), metadata.block_tables.stride(0), num_sequences, num_heads,
-        **tiles.constants(),
+        scoring.factor, q.stride(0), q.stride(1), k_cache.stride(1), metadata.block_tables.stride(0), num_sequences, num_heads,
+        **tiles.constants(), **scoring.constants(),
     )  # fmt: skip

@@ -59,8 +59,8 @@ class PagedBatch:
     def rows(self, s: int) -> slice:
         return slice(int(self.metadata.query_start_loc[s]), int(self.metadata.query_start_loc[s + 1]))
 
-    def attend(self, backend: Any, scale: float = 0.2) -> Tensor:
-        out: Tensor = backend.paged_attention(self.q, self.k_cache, self.v_cache, self.metadata, scale)
+    def attend(self, backend: Any, scale: float = 0.2, **options: Any) -> Tensor:
+        out: Tensor = backend.paged_attention(self.q, self.k_cache, self.v_cache, self.metadata, scale, **options)
         return out
 
     def part(self, s: int, start: int, stop: int) -> PagedBatch:
@@ -113,7 +113,7 @@ def paged_batch() -> Callable[..., PagedBatch]:
 
 
 def _mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes bfloat16 operands of a dot for integers, and truncates to bfloat16 where GPUs round.
+    """Triton's interpreter takes bfloat16 operands of a dot for integers, and truncates to 16 and 8 bits where GPUs round.
 
     Dots are also summed in float64: in float32, numpy sums a row of a product in an order that depends on the row's place.
     """
@@ -121,18 +121,31 @@ def _mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast = InterpreterBuilder.cast_impl
+    narrow = {
+        tl.bfloat16: (torch.bfloat16, torch.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+        tl.float8e5: (torch.float8_e5m2, torch.uint8),
+    }
 
-    def rounding_cast(self: Any, source: Any, target: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
-            return TensorHandle(rounded, tl.bfloat16)
-        return cast(self, source, target)
+    def rounding_cast(self: Any, source: Any, target: Any, *_: Any) -> Any:
+        kind, wanted = source.dtype.scalar, target.scalar
+        if kind == wanted or not (kind in narrow or wanted in narrow):
+            return cast(self, source, target)
+        wide = torch.from_numpy(np.ascontiguousarray(source.data if kind in narrow else cast(self, source, tl.float32).data))
+        if kind in narrow:
+            dtype, bits = narrow[kind]
+            wide = wide.view(bits).view(dtype).float()
+        if wanted not in narrow:
+            return cast(self, TensorHandle(wide.numpy(), tl.float32), target)
+        dtype, bits = narrow[wanted]
+        return TensorHandle(wide.to(dtype).view(bits).numpy(), wanted)
 
     def wide_dot(self: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
         a, b = (self.cast_impl(x, tl.float32).data.astype(np.float64) for x in (a, b))
         return TensorHandle((a @ b + acc.data).astype(np.float32), tl.float32)
 
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", rounding_cast)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", wide_dot)
 
 

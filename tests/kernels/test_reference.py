@@ -31,6 +31,23 @@ def test_paged_attention_equals_torch_attention_on_dense_keys(
         torch.testing.assert_close(out[batch.rows(s)], expected[0].transpose(0, 1).to(dtype))
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(4, None), (1, 2.0), (None, 0.5)])
+def test_a_window_hides_older_keys_and_a_soft_cap_bounds_scores(
+    paged_batch: Callable[..., Any], window: int | None, soft_cap: float | None
+) -> None:
+    batch = paged_batch([1, 5], [9, 7], 4, 1, 2, 8, torch.float64)
+    out = batch.attend(reference, window=window, soft_cap=soft_cap)
+    for s, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        rows = batch.rows(s)
+        for row in range(rows.start, rows.stop):
+            seen = len(keys) - (rows.stop - 1 - row)
+            seen_keys = slice(max(0, seen - (window or seen)), seen)
+            for head in range(2):
+                scores = keys[seen_keys, 0] @ batch.q[row, head] * 0.2
+                scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+                torch.testing.assert_close(out[row, head], scores.softmax(0) @ values[seen_keys, 0])
+
+
 def test_paged_attention_leaves_unowned_and_empty_rows_zero(paged_batch: Callable[..., Any]) -> None:
     batch = paged_batch([1, 1], [5, 3], 4, 1, 2, 8, torch.float32)
     batch.metadata.seq_lens[1] = 0

@@ -80,10 +80,42 @@ def test_write_kv_stores_at_its_slots_and_a_slot_of_minus_one_writes_nothing(
     assert torch.equal(caches, expected)
 
 
-def test_copies_are_made_in_order_and_only_the_leading_rows(triton_backend: Any, dtype: torch.dtype) -> None:
-    caches, expected = torch.randn(2, 2, 6, 16, 3, 64, device=DEVICE).to(dtype)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_write_kv_rounds_to_8_bits_and_saturates(triton_backend: Any, dtype: torch.dtype, stored: torch.dtype) -> None:
+    caches, expected = (triton_backend.allocate_kv(8, 4, 2, 80, stored, torch.device(DEVICE)) for _ in range(2))
+    k, v = torch.randn(2, 30, 2, 80, device=DEVICE).mul(300).to(dtype)
+    if dtype != torch.float16:
+        k[0] *= 1000  # beyond e5m2's largest
+    v[0, 0, 0] = float("nan")
+    slots = torch.arange(30, device=DEVICE)
+    triton_backend.write_kv(k, v, *caches, slots)
+    reference.write_kv(k, v, *expected, slots)
+    limit = torch.finfo(stored).max
+    for cache, wanted, x in zip(caches, expected, (k, v), strict=True):
+        rounded = x.clamp(-limit, limit).to(stored).float()
+        torch.testing.assert_close(cache.float().view(-1, 2, 80)[:30], rounded, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(cache.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_gpu_without_a_float8_type_is_refused_it_at_the_door(triton_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    for gpu, known in (("sm_80", False), ("sm_89", True), ("sm_90", True), ("sm_100", True), ("gfx942", True)):
+        monkeypatch.setattr(triton_backend.softmax_tiles, "architecture", lambda device, gpu=gpu: gpu)
+        triton_backend.allocate_kv(1, 4, 1, 64, torch.float8_e5m2, device)
+        if known:
+            triton_backend.allocate_kv(1, 4, 1, 64, torch.float8_e4m3fn, device)
+        else:
+            with pytest.raises(ValueError, match="float8_e5m2 works"):
+                triton_backend.allocate_kv(1, 4, 1, 64, torch.float8_e4m3fn, device)
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+def test_copies_are_made_in_order_and_only_the_leading_rows(
+    triton_backend: Any, dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    caches, expected = torch.randn(2, 2, 6, 16, 3, 64, device=DEVICE).to(stored or dtype)
     expected.copy_(caches)
     copies = torch.tensor([[0, 1, 9], [1, 2, 16], [4, 5, 0], [2, 3, 1]], device=DEVICE)
     triton_backend.copy_blocks(*caches, copies)
     reference.copy_blocks(*expected, copies)
-    assert torch.equal(caches, expected)
+    assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
