@@ -183,8 +183,8 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Causal grouped-query attention of q ``[T, H, D]`` through the block tables: ``[T, H, D]``.
 
-    Reads only blocks that hold tokens; K/V of ``tree_segments`` is read once for all short queries that share it.  Raises ValueError
-    for a window or a soft cap.
+    Reads only blocks that hold tokens; K/V of ``tree_segments`` is read once for all short queries that share it.  Raises
+    ValueError for a window or a soft cap.
     """
     if window is not None or soft_cap is not None:
         raise ValueError("paged_attention on the CPU knows no window and no soft_cap")
