@@ -73,9 +73,10 @@ static long find_pieces(const struct query *q, long i, long j, long from, long t
 }
 
 /* Keys or values of a piece as tiles of 16 tokens; the last may hold less. */
-static void find_tiles(const struct attention *a, const struct work *w, const struct piece *p, long head, int of_values, const void **tiles) {
+static void find_tiles(const struct attention *a, const struct work *w, const struct query *queries, const struct piece *p, long head,
+                       int of_values, const void **tiles) {
     const struct kv_layout *l = &a->layout;
-    const struct query *query = a->queries + p->first;
+    const struct query *query = queries + p->first;
     const int32_t *table = a->tables + query->sequence * a->table_stride;
     const void *cache = of_values ? a->v_cache : a->k_cache;
     if (l->tile == TILE) {
@@ -162,10 +163,10 @@ INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, l
     long end = (limit + VL - 1) / VL * VL;
     for (long t = limit; t < end; t++) scores[t] = -INFINITY; /* they may hold anything */
     vf most = vset(-INFINITY), total = vset(0);
-    for (long t = 0; t < end; t += VL) most = vmax(most, vload(scores + t) * vset(scale));
-    vf top = vset(vmax_lanes(most));
+    for (long t = 0; t < end; t += VL) most = vmax(most, vload(scores + t));
+    vf top = vset(vmax_lanes(most)) * vset(scale);
     for (long t = 0; t < end; t += VL) {
-        vf p = vexp2_of(vload(scores + t) * vset(scale) - top, narrow);
+        vf p = vexp2_of(vfma(vload(scores + t), vset(scale), vset(0) - top), narrow);
         store_from_float(weights, t, p, narrow);
         total += p;
     }
@@ -210,56 +211,74 @@ static long visible(const struct attention *a, const struct query *queries, long
     return most;
 }
 
-/* Partial results of a tile's queries for one head and the chunk at `start`: values [rows][dim], largest and sum. */
-static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, const void *q, long head, long next_head,
-                          long start, const struct piece *pieces, long count, float *values) {
+/* Partial results of a tile's queries for `heads` heads from `head` on and the chunk at `start`.  Values go to values + h * value_stride, a
+   head's largest and sum to those of w, `stride` apart. */
+static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, long head, long heads, long start,
+                          const struct piece *pieces, long count, long stride, float *values, long value_stride) {
     const struct query *queries = a->queries + tile->first;
-    long dim = a->layout.dim, used = 0;
+    long dim = a->layout.dim, all_rows = tile->count * a->group, used = 0;
     int half = a->layout.half, narrow = NARROW(half);
     float scale = narrow ? a->scale * LOG2E : 1; /* wide queries are scaled already */
-    const void *k[CHUNK_TILES], *v[CHUNK_TILES];
+    const void *k[CHUNK_TILES], *v[CHUNK_TILES], *tiles_of_head[CHUNK_TILES], *ahead[CHUNK_TILES];
+    long head_elements = a->layout.block_size * dim; /* from one head's tile to the next one's; only one head if tiles are gathered */
     int direct = a->layout.tile == TILE;
-    /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile.  What is needed next is fetched from memory: V while
-       K is used, and the next head's K while V is. */
+    /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile; several heads, too, as theirs lie side by side and memory
+       is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
 #define PANELS(p)                                                                                                                 \
     for (long first = p->first * a->group, rows = (p->end - p->first) * a->group, panels = panel_count(rows), i = 0, row, end;    \
          row = first + panel_start(rows, panels, i), end = first + panel_start(rows, panels, i + 1), i < panels; i++)
     for (const struct piece *p = pieces; p < pieces + count; p++) {
-        long tiles = (p->to - p->from + TILE - 1) / TILE, step = panel_count((p->end - p->first) * a->group) == 1 ? tiles : WIDE(MAX_MR);
-        struct piece here = *p;
-        here.first += tile->first;
-        find_tiles(a, w, &here, head, 0, k);
-        if (direct) find_tiles(a, w, &here, head, 1, v);
-        for (long t = 0; t < tiles; t += step)
-            PANELS(p)
-                if (p->from + t * TILE < visible(a, queries, row, end))
-                    score_panel(half, end - row, element(q, row * dim, narrow), dim, k + t, direct ? v + t : k + t,
-                                tiles - t < step ? tiles - t : step, w->scores + row * CHUNK + p->from - start + t * TILE);
+        long tiles = (p->to - p->from + TILE - 1) / TILE;
+        find_tiles(a, w, queries, p, head, 0, k);
+        if (direct) find_tiles(a, w, queries, p, head, 1, v);
+        for (long t = 0; t < tiles; t += WIDE(MAX_MR)) {
+            long step = tiles - t < WIDE(MAX_MR) ? tiles - t : WIDE(MAX_MR);
+            for (long h = 0; h < heads; h++) {
+                for (long n = 0; n < step; n++) tiles_of_head[n] = element(k[t + n], h * head_elements, half);
+                PANELS(p) {
+                    if (p->from + t * TILE >= visible(a, queries, row, end)) continue;
+                    for (long n = 0; n < step; n++)
+                        ahead[n] = !i && t + step + n < tiles ? element(k[t + step + n], h * head_elements, half)
+                                   : direct                  ? element(v[t + n], h * head_elements, half)
+                                                             : tiles_of_head[n];
+                    long at = h * all_rows + row;
+                    score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step,
+                                w->scores + at * CHUNK + p->from - start + t * TILE);
+                }
+            }
+        }
         used = p->to - start > used ? p->to - start : used;
     }
     used = (used + TILE - 1) / TILE * TILE;
-    for (long row = 0; row < tile->count * a->group; row++) {
-        long limit = queries[row / a->group].limit - start;
-        float *scores = w->scores + row * CHUNK;
-        void *weights = element(w->weights, row * CHUNK, narrow);
-        if (limit <= 0) {
-            w->largest[row] = -INFINITY;
-            w->sum[row] = 0;
-            for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
-        } else if (narrow) softmax_row(1, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, w->largest + row, w->sum + row);
-        else softmax_row(0, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, w->largest + row, w->sum + row);
-    }
-    for (const struct piece *p = pieces; p < pieces + count; p++) {
-        struct piece here = *p;
-        here.first += tile->first;
-        find_tiles(a, w, &here, head, 1, v);
-        if (direct) find_tiles(a, w, &here, next_head, 0, k);
-        PANELS(p) {
-            long to = visible(a, queries, row, end);
-            if (to > p->from || p->from == start)
-                value_panel(half, end - row, p->from == start, element(w->weights, row * CHUNK + p->from - start, narrow), v, direct ? k : v,
-                            (to < p->to ? to : p->to) - p->from, dim, values + row * dim);
+    for (long h = 0; h < heads; h++)
+        for (long row = 0; row < all_rows; row++) {
+            long limit = queries[row / a->group].limit - start, at = h * all_rows + row;
+            float *scores = w->scores + at * CHUNK, *largest = w->largest + h * stride + row, *sum = w->sum + h * stride + row;
+            void *weights = element(w->weights, at * CHUNK, narrow);
+            if (limit <= 0) {
+                *largest = -INFINITY;
+                *sum = 0;
+                for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
+            } else if (narrow) softmax_row(1, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, largest, sum);
+            else softmax_row(0, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, largest, sum);
         }
+    for (const struct piece *p = pieces; p < pieces + count; p++) {
+        find_tiles(a, w, queries, p, head, 1, v);
+        long length = p->to - p->from, step = heads > 1 ? WIDE(MAX_MR) * TILE : CHUNK; /* tokens */
+        for (long t = 0; t < length; t += step)
+            for (long h = 0; h < heads; h++) {
+                for (long n = 0; n < step && t + n < length; n += TILE) tiles_of_head[n / TILE] = element(v[(t + n) / TILE], h * head_elements, half);
+                for (long n = 0; n < step && t + n < length; n += TILE)
+                    ahead[n / TILE] = t + n + step < length ? element(v[(t + n + step) / TILE], h * head_elements, half) : tiles_of_head[0];
+                PANELS(p) {
+                    long to = visible(a, queries, row, end), from = p->from + t, at = h * all_rows + row;
+                    to = to < p->to ? to : p->to;
+                    to = to < from + step ? to : from + step;
+                    if (to > from || from == start)
+                        value_panel(half, end - row, from == start, element(w->weights, at * CHUNK + from - start, narrow), tiles_of_head, ahead,
+                                    to - from, dim, values + h * value_stride + row * dim);
+                }
+            }
     }
 #undef PANELS
 }
@@ -284,25 +303,26 @@ static void attention_item(void *context, long index, int thread) {
     const struct item *item = a->items + index;
     const struct tile *tile = a->tiles + item->tile;
     long dim = a->layout.dim, rows = tile->count * a->group, stride = (rows + VL - 1) / VL * VL; /* of a head's statistics */
-    int narrow = NARROW(a->layout.half);
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
-    for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, narrow));
+    for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
     memset(w.total, 0, item->heads * rows * dim * sizeof(float));
     for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
     for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++) {
         struct piece pieces[2 * ROWS];
         long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
+        long partial = tile->partial + (item->first_head * tile->chunks + chunk) * rows, of_head = tile->chunks * rows;
+        if (tile->partial < 0) {
+            compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, stride, w.values, rows * dim);
+            for (long h = 0; h < item->heads; h++)
+                merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, w.values + h * rows * dim,
+                           w.largest + h * stride, w.sum + h * stride, dim);
+            continue;
+        }
+        compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, stride, a->partial_values + partial * dim, of_head * dim);
         for (long h = 0; h < item->heads; h++) {
-            long head = item->first_head + h, partial = tile->partial + (head * tile->chunks + chunk) * rows;
-            float *values = tile->partial < 0 ? w.values : a->partial_values + partial * dim;
-            compute_chunk(a, &w, tile, element(w.q, h * rows * dim, narrow), head, h + 1 < item->heads ? head + 1 : head, start, pieces, count, values);
-            if (tile->partial >= 0) {
-                memcpy(a->partial_largest + partial, w.largest, rows * sizeof(float));
-                memcpy(a->partial_sum + partial, w.sum, rows * sizeof(float));
-            } else
-                merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, values, w.largest, w.sum,
-                           dim);
+            memcpy(a->partial_largest + partial + h * of_head, w.largest + h * stride, rows * sizeof(float));
+            memcpy(a->partial_sum + partial + h * of_head, w.sum + h * stride, rows * sizeof(float));
         }
     }
     if (tile->partial < 0)

@@ -38,7 +38,7 @@ static void cut_tiles(struct attention *a, const int32_t *starts, const int32_t 
                 if (!tile || tile->count + (i ? 1 : queries) > per_tile || query->shared < WORTH_SHARING) {
                     tile = a->tiles + a->tile_count++;
                     *tile = (struct tile){.first = a->query_count, .single = !is_long, .partial = -1};
-                }
+                } else if (!i) tile->single = 0;
                 long chunks = (query->limit + CHUNK - 1) / CHUNK;
                 tile->count++;
                 tile->chunks = chunks > tile->chunks ? chunks : tile->chunks;
@@ -55,14 +55,15 @@ static long cut_items(struct attention *a, long target, struct item *items) {
     for (long reversed = 0; reversed < a->tile_count; reversed++) { /* the last tile of a prefill is its longest: first */
         long t = a->tile_count - 1 - reversed;
         struct tile *tile = a->tiles + t;
-        long rows = tile->count * a->group, per_item = tile->single ? heads : 1, work = rows * tile->chunks * per_item, span = tile->chunks;
+        long rows = tile->count * a->group, per_item = tile->single && a->layout.tile == TILE ? heads : 1, work = rows * tile->chunks * per_item, span = tile->chunks;
         if (work > 2 * target) {
             span = target / (rows * per_item);
             if (span < 1) span = 1;
         }
-        for (long head = 0; head < heads; head += per_item)
-            for (long chunk = 0; chunk < tile->chunks; chunk += span, count++)
-                if (items) items[count] = (struct item){t, head, per_item, chunk, chunk + span < tile->chunks ? chunk + span : tile->chunks};
+        /* What sequences don't share comes last and costs most: first. */
+        for (long end = tile->chunks; end > 0; end -= span)
+            for (long head = 0; head < heads; head += per_item, count++)
+                if (items) items[count] = (struct item){t, head, per_item, end > span ? end - span : 0, end};
         if (items && span < tile->chunks) {
             tile->partial = a->partial_rows;
             a->partial_rows += rows * tile->chunks * heads;
