@@ -264,7 +264,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
         }
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         find_tiles(a, w, queries, p, head, 1, v);
-        long length = p->to - p->from, step = heads > 1 ? WIDE(MAX_MR) * TILE : CHUNK; /* tokens */
+        long length = p->to - p->from, step = heads > 1 && dim % TILE == 0 ? WIDE(MAX_MR) * TILE : CHUNK; /* tokens; see value_panel */
         for (long t = 0; t < length; t += step)
             for (long h = 0; h < heads; h++) {
                 for (long n = 0; n < step && t + n < length; n += TILE) tiles_of_head[n / TILE] = element(v[(t + n) / TILE], h * head_elements, half);
