@@ -9,6 +9,7 @@ BENCHES = {
     "cache": "the prefix cache's bookkeeping: microseconds a request beside its peers', and how costs grow with size",
     "cpu-kernels": "the native CPU kernels: matrix products and paged attention against the memory's speed",
     "engine": "what the engine does beside the model: microseconds a step by part, up to 256 sequences",
+    "exact": "whether batch, cache, chunks or tree attention change a bit of any request's logits",
     "kernels": "the Triton kernels: timed on a GPU, or compiled for GPUs that are not there: registers, spills, shared memory",
     "local": "the serving benchmark against a radixkv server started for it",
     "memory": "KV waste, sequences that fit, table bytes and speed: blocks of 1 to 128 against contiguous reservation",
