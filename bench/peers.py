@@ -121,7 +121,7 @@ def peers(
     name
         What to call it.
     flags
-        Flags for radixkv serve.
+        Flags for radixkv serve, as in --flags='--dtype float32'.
     workload
         What to send; one stream is three prompts of unique, one after the other.
     concurrency

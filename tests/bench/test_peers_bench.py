@@ -53,7 +53,7 @@ def test_each_round_starts_both_servers_in_turn(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(peers, "server", server)
     monkeypatch.setattr(peers, "measure", measure)
     out = tmp_path / "figures.json"
-    arguments = ["--peer", "serve it --port {port}", "--flags", "--dtype float32", "--rounds", "2", "--workload", "unique"]
+    arguments = ["--peer", "serve it --port {port}", "--flags=--dtype float32", "--rounds", "2", "--workload", "unique"]
     assert peers.main([*arguments, "--json", str(out)]) == 0
     assert started == ["float32", "{port}", "float32", "{port}"]
     assert "2.00" in capsys.readouterr().out
@@ -70,5 +70,5 @@ def test_bad_input_is_named(arguments: list[str], message: str, capsys: Any) -> 
 
 
 def test_a_server_that_does_not_come_up_is_an_error_with_what_it_said(capsys: Any) -> None:
-    assert peers.main(["--peer", "echo sorry {port}", "--flags", "--no-such-flag", "--rounds", "1"]) == 1
+    assert peers.main(["--peer", "echo sorry {port}", "--flags=--no-such-flag", "--rounds", "1"]) == 1
     assert "did not come up" in capsys.readouterr().err
