@@ -40,7 +40,7 @@ BACKLOG = 8
 """Requests that wait, so that a sequence that ends is followed at once."""
 SETTLING = 64
 """Turns that are not counted once so many sequences run as were asked for."""
-CACHE_CALLS = ("acquire", "extend", "publish", "release", "take_copies")
+CACHE_CALLS = ("acquire", "extend", "publish", "release", "take_copies", "tree_order")
 PARTS = ("receive", "schedule", "batch", "sample", "outputs", "send", "rest")
 MODEL = ModelConfig(
     architecture="null", vocab_size=VOCAB, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1,
@@ -56,8 +56,8 @@ class NullModel:
         self.device = torch.device("cpu")
         self._logits = torch.randn(most_rows, VOCAB, generator=torch.Generator().manual_seed(0))
 
-    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv: NullStorage) -> Tensor:
-        return token_ids
+    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv: NullStorage, rows: Tensor | None = None) -> Tensor:
+        return token_ids if rows is None else rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[n, vocab]``"""
