@@ -37,7 +37,8 @@ def workloads(names: Sequence[str], concurrency: int) -> list[tuple[Workload, in
     chosen = [(WORKLOADS[name](), concurrency) for name in names if name != ONE_STREAM]
     if ONE_STREAM in names:
         prompts = WORKLOADS["unique"]()
-        chosen.append((Workload(ONE_STREAM, prompts.lanes[:3], prompts.max_tokens), 1))
+        lanes = tuple((f"{place}. {lane[0]}",) for place, lane in zip(("First", "Second", "Third"), prompts.lanes, strict=False))
+        chosen.append((Workload(ONE_STREAM, lanes, prompts.max_tokens), 1))  # begun otherwise, or unique's would be cached
     return chosen
 
 

@@ -414,8 +414,8 @@ class PrefixCache:
     def tree_order(self, leases: Sequence[Lease]) -> TreeOrder:
         """``leases`` put so that those which share blocks are neighbours, and which blocks those are.
 
-        O(leases + nodes on their paths), or O(leases) where neither these leases nor the tree above them have changed since the
-        last call.
+        O(leases), and far less where neither these leases nor the tree above them have changed since the last call.  Where their
+        paths through the tree are long, several nodes a lease, nothing counts as shared.
         """
         key = [self.tree.num_splits, *(lease._node for lease in leases)]
         if key != self._tree_order[0]:

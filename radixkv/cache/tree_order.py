@@ -22,8 +22,15 @@ class TreeOrder(NamedTuple):
     a lease's segments are disjoint, and those nearer to the root come first."""
 
 
+_FEW_NODES = 256
+
+
 def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
-    """Walk the part of the tree that the leases' published blocks lie in: O(leases + nodes on their paths)."""
+    """Walk the part of the tree that the leases' published blocks lie in: O(leases).
+
+    Where that part has more than 256 nodes and 4 a lease, it is given up: the order is the given one, and nothing counts as shared.
+    """
+    most = _FEW_NODES + 4 * len(leases)
     ending: dict[Node, list[int]] = {}
     for i, lease in enumerate(leases):
         ending.setdefault(lease._node, []).append(i)
@@ -41,6 +48,8 @@ def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
             if step.parent is None:
                 stack.append(step)
             child, step = step, step.parent
+        if len(below) > most:
+            return TreeOrder(list(range(len(leases))), np.empty((0, 4), dtype=np.int32))
     order: list[int] = []
     rows: list[list[int]] = []
     while stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "WORKLOADS", SHORT)
 
 
-def test_no_bit_differs_in_any_mode(tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("modes", [[0, 4, 5], pytest.param(range(len(exact.MODES)), marks=pytest.mark.full)])
+def test_no_bit_differs_in_any_mode(modes: Sequence[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    chosen = tuple(exact.MODES[i] for i in modes)
+    monkeypatch.setattr(exact, "MODES", chosen)
     out = tmp_path / "figures.json"
     assert exact.main(["--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["requests"] == {"fewshot": 5, "agent": 3}
-    assert [row["mode"] for row in result["modes"]] == [mode.title for mode in exact.MODES]
+    assert [row["mode"] for row in result["modes"]] == [mode.title for mode in chosen]
     assert "5 / 5" not in capsys.readouterr().out
 
 

@@ -81,3 +81,11 @@ def test_nothing_is_shared_without_prefix_caching() -> None:
     leases = [run(cache, LONG), run(cache, LONG)]
     order, segments = cache.tree_order(leases)
     assert (sorted(order), len(segments)) == ([0, 1], 0)
+
+
+def test_long_paths_are_given_up_rather_than_walked() -> None:
+    cache = PrefixCache(1000, 1)
+    leases = [run(cache, np.array([1] * n + [2], dtype=np.int32)) for n in range(1, 400)]
+    order, segments = cache.tree_order(leases[-1:] * 2)
+    assert (order, len(segments)) == ([0, 1], 0)
+    assert len(cache.tree_order(leases[:20]).segments)
