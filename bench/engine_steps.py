@@ -238,7 +238,10 @@ class Loop:
                     raise Stop
                 frontend.answer()
                 resumed = time.perf_counter_ns()
-                return compute()
+                outputs = compute()
+                if error := next((output.error for output in outputs if output.error), None):
+                    raise ValueError(f"a step failed: {error}")  # or the loop would wait for ever for sequences that decode
+                return outputs
 
             parts: list[tuple[object, str]] = [
                 (worker, "_drain"), (worker, "_send"), (engine.scheduler, "schedule"), (engine.runner, "forward"),

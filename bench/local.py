@@ -25,13 +25,15 @@ RADIXKV = (sys.executable, "-P", "-m", "radixkv.cli", "serve", "--port", "{port}
 def server(command: Sequence[str]) -> Iterator[str]:
     """Run a server until the block ends; gives its base URL.  ``{port}`` in ``command`` becomes a free port.
 
-    Raises ``OSError`` if it does not come up.
+    Raises ``OSError`` if it does not come up, and ``KeyboardInterrupt`` on SIGTERM too, so that the server goes with the benchmark.
+    For the main thread.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [part.replace("{port}", str(port)) for part in command]
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -42,6 +44,7 @@ def server(command: Sequence[str]) -> Iterator[str]:
                 time.sleep(0.2)
             yield url
         finally:
+            signal.signal(signal.SIGTERM, before)
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=20)

@@ -66,3 +66,14 @@ def test_a_quick_run_prints_a_row_each_warm_and_cold_and_writes_its_figures(
 def test_too_few_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.main(["--nodes", "10"]) == 2
     assert "nodes" in capsys.readouterr().err
+
+
+def test_a_step_that_fails_ends_the_bench_instead_of_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = engine_steps.Loop(2000, 4, lambda done, total: None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the model broke")
+
+    monkeypatch.setattr(loop.engine.runner.model, "forward", fail)
+    with pytest.raises(ValueError, match="a step failed"):
+        loop.time(2, 3)
