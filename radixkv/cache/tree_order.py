@@ -47,9 +47,9 @@ def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
             below[step] = [] if child is None else [child]
             if step.parent is None:
                 stack.append(step)
+            if len(below) > most:
+                return TreeOrder(list(range(len(leases))), np.empty((0, 4), dtype=np.int32))
             child, step = step, step.parent
-        if len(below) > most:
-            return TreeOrder(list(range(len(leases))), np.empty((0, 4), dtype=np.int32))
     order: list[int] = []
     rows: list[list[int]] = []
     while stack:
