@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from bench import cache_peers
 from bench.cache_growth import CHAT_TURN_BLOCKS, OPERATIONS, TOKEN_BYTES
 from bench.cache_trace import BLOCK_SIZE, load_requests
+from bench.command_line import run
 from bench.cost_plot import Panel, cost_svg
 from bench.fresh_process import ChildError, run_fresh
 
@@ -337,11 +338,4 @@ def cache(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for bad input; 130 after Ctrl-C."""
-    try:
-        code: int = app(argv) or 0
-    except KeyboardInterrupt:
-        return 130
-    except (CycloptsError, ChildError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return code
+    return run(app, argv, (ChildError, ValueError, OSError))

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Column, Table
 
 from bench.cache import Flag, fresh, steps
 from bench.cache_growth import LEAST_NODES
+from bench.command_line import run
 from bench.fresh_process import ChildError
 
 RUNNING = (1, 16, 64, 256)
@@ -97,11 +98,4 @@ def engine(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for bad input; 130 after Ctrl-C."""
-    try:
-        code: int = app(argv) or 0
-    except KeyboardInterrupt:
-        return 130
-    except (CycloptsError, ChildError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return code
+    return run(app, argv, (ChildError, ValueError, OSError))

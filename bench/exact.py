@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from unittest import mock
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
+from bench.command_line import run
 from bench.serving import STDERR
 from bench.workloads import WORKLOADS
 
@@ -162,11 +163,4 @@ def exact(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 1 if anything differs; 2 for bad input; 130 after Ctrl-C."""
-    try:
-        code: int = app(argv) or 0
-    except KeyboardInterrupt:
-        return 130
-    except (CycloptsError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return code
+    return run(app, argv)

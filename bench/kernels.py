@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from bench import gpu_kernels
+from bench.command_line import run
 from bench.fresh_process import ChildError, run_fresh
 from bench.triton_compile import OTHER_DTYPES, SHAPES, SHARED_MEMORY_LIMIT
 
@@ -160,11 +161,4 @@ def kernels(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for bad input; 130 after Ctrl-C."""
-    try:
-        code: int = app(argv) or 0
-    except KeyboardInterrupt:
-        return 130
-    except (CycloptsError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return code
+    return run(app, argv)

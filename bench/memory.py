@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
 from bench.cache import Flag, steps
+from bench.command_line import run
 from bench.cost_plot import Panel, cost_svg
 from bench.memory_serving import MAX_MODEL_LEN, Engines, Layout, Tokens, occupancy, speed
 from bench.workloads import WORKLOADS, Workload
@@ -196,11 +197,4 @@ def memory(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for bad input; 130 after Ctrl-C."""
-    try:
-        code: int = app(argv) or 0
-    except KeyboardInterrupt:
-        return 130
-    except (CycloptsError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return code
+    return run(app, argv)

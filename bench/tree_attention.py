@@ -13,10 +13,12 @@ from typing import Annotated, Any, Literal
 from unittest import mock
 
 import numpy as np
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.table import Column, Table
+
+from bench.command_line import run
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
@@ -106,11 +108,4 @@ def tree_attention(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for bad input; 130 after Ctrl-C."""
-    try:
-        code: int = app(argv) or 0
-    except KeyboardInterrupt:
-        return 130
-    except (CycloptsError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return code
+    return run(app, argv)
