@@ -50,7 +50,7 @@ class Forest:
         self.edge_blocks = edge_blocks
         self.turn_tokens = edge_blocks * BLOCK_SIZE
         self.resident_before = resident_bytes()
-        self.cache = PrefixCache((most_nodes + BATCH) * edge_blocks + SYSTEM_PROMPTS * SYSTEM_BLOCKS, BLOCK_SIZE)
+        self.cache = PrefixCache((most_nodes + BATCH) * edge_blocks + SYSTEM_PROMPTS * SYSTEM_BLOCKS, BLOCK_SIZE, attribution=True)
         self.finished_chats = 0
         self._ramp = np.arange(TURNS * self.turn_tokens, dtype=np.int32) * 97
         self._prompts = self._stream()
@@ -193,7 +193,7 @@ def long_chats(*, turns: int, chats: int, one_buffer: bool, progress: Progress) 
     warm_up()
     step = CHAT_TURN_BLOCKS * BLOCK_SIZE
     before = resident_bytes()
-    cache = PrefixCache((chats + 1) * turns * CHAT_TURN_BLOCKS, BLOCK_SIZE)
+    cache = PrefixCache((chats + 1) * turns * CHAT_TURN_BLOCKS, BLOCK_SIZE, attribution=True)
     spent = np.empty((chats, turns, 3))
     clock = time.perf_counter
     for chat in range(chats):

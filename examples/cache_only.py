@@ -35,7 +35,7 @@ def run(cache: PrefixCache, name: str, tokens: list[int], *, namespace: str = ""
 
 
 def main() -> None:
-    cache = PrefixCache(num_blocks=16, block_size=4)
+    cache = PrefixCache(num_blocks=16, block_size=4, attribution=True)
 
     def listen(event: Event) -> None:
         if isinstance(event, Evicted):

@@ -65,6 +65,7 @@ class Engine:
             config.block_size,
             policy=config.eviction_policy,
             enable_prefix_caching=config.enable_prefix_caching,
+            attribution=True,  # microseconds beside a request's milliseconds
         )
         self.scheduler = Scheduler(
             self.cache,

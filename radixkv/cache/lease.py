@@ -51,5 +51,5 @@ class Lease:
 
     @property
     def miss(self) -> Miss | None:
-        """Why the prompt's other tokens were not found; None for a fork, and where attribution is off."""
+        """Why the prompt's other tokens were not found; None for a fork, and without ``attribution``."""
         return self._finding.miss(self._prompt) if self._finding is not None else None

@@ -99,7 +99,7 @@ def replay(
     # The cache leaves at least the last token of a request uncached.  So each request asks for one token more than its prompt, as
     # one that goes on to write an answer would; its block, the extra one here, is not published and is free again after release.
     # The policy gets the true block size: what a block costs to compute again depends on its position in tokens.
-    cache = PrefixCache(capacity + 1, block_size=1, policy=eviction_policy(policy, paths.block_size), attribution=False)
+    cache = PrefixCache(capacity + 1, block_size=1, policy=eviction_policy(policy, paths.block_size))
     answer = np.int32(paths.num_numbers)
     prompt_tokens = hit_blocks = hit_tokens = 0
     for done, (request, path) in enumerate(zip(requests, paths, strict=True)):

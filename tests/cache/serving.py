@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from radixkv.cache import Lease, PrefixCache
 
 LONG = np.arange(16, dtype=np.int32)
+
+explaining = partial(PrefixCache, attribution=True)
+"""A cache as an engine has it: tests that don't say otherwise are of this one, which does more."""
 
 
 def tokens(*values: int) -> np.ndarray:
@@ -38,7 +42,7 @@ def serve(cache: PrefixCache, prompt: np.ndarray, namespace: str = "", **options
 
 def cached(num_blocks: int = 32, block_size: int = 4, *prompts: np.ndarray, **options: Any) -> PrefixCache:
     """A cache of ``num_blocks`` that has served ``prompts`` one after another."""
-    cache = PrefixCache(num_blocks, block_size, **options)
+    cache = explaining(num_blocks, block_size, **options)
     for prompt in prompts:
         serve(cache, prompt)
     return cache

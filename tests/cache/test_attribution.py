@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from radixkv.cache import Lease, Miss, PrefixCache
 
 from .naive_cache import NaiveCache
-from .serving import LONG, Clock, cached, held, joined, run, serve, tokens
+from .serving import LONG, Clock, cached, explaining, held, joined, run, serve, tokens
 
 REASONS = ("in_flight", "evicted", "partial_block", "diverged", "new", "last_token")
 
@@ -32,7 +32,7 @@ def miss_of(lease: Lease | None) -> Miss:
 
 
 def test_all_of_the_first_prompt_is_new():
-    assert reasons(PrefixCache(32, 4).acquire(LONG)) == {"new": 16}
+    assert reasons(explaining(32, 4).acquire(LONG)) == {"new": 16}
 
 
 def test_a_prompt_that_shares_nothing_is_new_and_not_diverged():
@@ -121,7 +121,7 @@ def test_a_prompt_can_part_from_one_that_was_evicted():
 
 def test_evicted_tells_how_long_ago_and_how_much_larger_the_cache_had_to_be():
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     serve(cache, LONG)
     cache.evict(3)
     clock.now += 30
@@ -158,7 +158,7 @@ def test_a_hit_has_no_time_of_eviction():
 
 def test_a_clock_that_goes_back_makes_no_negative_ages():
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     serve(cache, LONG)
     cache.evict(4)
     clock.now -= 500
@@ -177,21 +177,21 @@ def test_evicted_branches_are_told_apart_below_an_evicted_prefix():
 
 
 def test_what_was_evicted_longest_ago_is_forgotten_first_and_memory_is_bounded_by_the_cache():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     for i in range(50):
         serve(cache, LONG + 100 * i)
         cache.check()
         assert cache.tree.remembered.num_blocks <= 8
     cache.evict(99)
     assert reasons(cache.acquire(LONG + 4900)) == {"evicted": 15, "last_token": 1}
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     for i in range(50):
         serve(cache, LONG + 100 * i)
     assert reasons(cache.acquire(LONG)) == {"new": 16}
 
 
 def test_namespaces_that_are_evicted_and_forgotten_leave_nothing():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     for i in range(100):
         serve(cache, LONG, f"salt-{i}")
         cache.check()
@@ -199,7 +199,7 @@ def test_namespaces_that_are_evicted_and_forgotten_leave_nothing():
 
 
 def test_what_is_evicted_and_comes_back_again_and_again_does_not_grow_what_is_remembered():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     for _ in range(500):
         serve(cache, LONG)
         cache.evict(99)
@@ -246,7 +246,7 @@ def test_rows_that_there_is_no_room_to_copy_from_are_not_evicted_though_the_tail
 
 
 def test_only_what_was_computed_of_a_prompt_is_known():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     lease = cache.acquire(LONG[:3])
     cache.publish(lease, LONG[:3], 2)
     cache.release(lease)
@@ -254,7 +254,7 @@ def test_only_what_was_computed_of_a_prompt_is_known():
 
 
 def test_rows_of_a_block_that_is_not_written_yet_are_a_partial_block():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     cache.publish(cache.acquire(LONG), LONG, 16, written=False)
     lease = cache.acquire(joined(LONG[:6], [99]))
     assert (lease.num_cached_tokens, reasons(lease)) == (4, {"partial_block": 2, "diverged": 1})
@@ -267,14 +267,14 @@ def test_rows_of_a_block_that_is_not_written_yet_are_a_partial_block():
 
 
 def test_what_another_sequence_is_computing_is_in_flight():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     cache.acquire(LONG)
     assert reasons(cache.acquire(joined(LONG, [99]))) == {"in_flight": 16, "new": 1}
     assert reasons(cache.acquire(LONG)) == {"in_flight": 15, "last_token": 1}
 
 
 def test_what_has_been_published_is_in_flight_no_more():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     first = cache.acquire(LONG)
     cache.publish(first, LONG, 8)
     lease = cache.acquire(LONG)
@@ -285,13 +285,13 @@ def test_what_has_been_published_is_in_flight_no_more():
 
 
 def test_a_sequence_that_gave_up_is_computing_nothing():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     cache.release(cache.acquire(LONG))
     assert reasons(cache.acquire(LONG)) == {"new": 16}
 
 
 def test_a_prompt_can_part_from_one_in_flight():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     cache.acquire(LONG)
     lease = cache.acquire(joined(LONG[:10], [99, 98]))
     assert reasons(lease) == {"in_flight": 10, "diverged": 2}
@@ -304,7 +304,7 @@ def test_a_prompt_can_part_from_one_in_flight():
 
 
 def test_of_several_in_flight_the_one_that_shares_most_counts():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     for shared in (4, 13, 9):
         cache.acquire(joined(LONG[:shared], LONG + 100 * shared))
     assert reasons(cache.acquire(joined(LONG, [99]))) == {"in_flight": 13, "diverged": 4}
@@ -318,7 +318,7 @@ def test_what_is_known_beyond_what_is_in_flight_was_evicted():
 
 
 def test_in_flight_in_another_namespace_is_no_business_of_ours():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     cache.acquire(LONG, namespace="a")
     assert reasons(cache.acquire(LONG, namespace="b")) == {"new": 16}
 
@@ -334,7 +334,7 @@ def test_what_follows_the_end_of_a_prompt_in_flight_is_new_whatever_else_is_cach
 
 
 def test_what_another_namespace_has_is_told_when_the_request_ends_and_never_to_the_request():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     serve(cache, LONG, "a")
     lease = run(cache, joined(LONG, [99, 98]), "b")
     assert reasons(lease) == {"new": 18}
@@ -346,7 +346,7 @@ def test_what_another_namespace_has_is_told_when_the_request_ends_and_never_to_t
 
 
 def test_what_has_diverged_here_may_be_cached_there():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     serve(cache, LONG, "a")
     serve(cache, joined(LONG[:4], LONG + 50), "b")
     serve(cache, LONG, "b")
@@ -355,14 +355,14 @@ def test_what_has_diverged_here_may_be_cached_there():
 
 
 def test_less_than_a_block_elsewhere_is_not_looked_for():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     serve(cache, LONG, "a")
     serve(cache, LONG[:3], "b")
     assert cache.stats().namespaces["b"].missed["namespace"] == 0
 
 
 def test_a_preempted_prompt_is_found_in_another_namespace_once():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     serve(cache, LONG, "a")
     cache.release(cache.acquire(LONG, namespace="b"))
     cache.release(cache.acquire(LONG, namespace="b", resumed=True))
@@ -384,8 +384,9 @@ def test_the_last_token_is_taken_off_the_reason_that_it_would_have_had():
     assert reasons(cache.acquire(LONG[:10])) == {"evicted": 8, "partial_block": 1, "last_token": 1}
 
 
-def test_without_attribution_nothing_is_remembered_and_no_reason_given():
-    cache = cached(32, 4, LONG, attribution=False)
+def test_a_cache_that_was_not_asked_to_explain_remembers_nothing_and_gives_no_reason():
+    cache = PrefixCache(32, 4)
+    serve(cache, LONG)
     cache.evict(2)
     assert cache.acquire(LONG).miss is None
     assert not any(cache.stats().total.missed.values())
@@ -398,7 +399,7 @@ def test_without_prefix_caching_there_is_nothing_to_explain():
 
 
 def test_a_fork_has_missed_nothing():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     (child,) = cache.fork(run(cache, LONG), 1)
     assert child.miss is None
 
@@ -410,7 +411,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=16)
 @given(st.lists(st.tuples(prompts, st.integers(0, 4)), max_size=25))
 def test_reasons_are_those_of_a_model_that_forgets_nothing(steps: list[tuple[list[int], int]]):
     """One sequence at a time, and no more evicted than is remembered: then the reasons are exact in whole blocks."""
-    cache, model = PrefixCache(400, 4), NaiveCache(4)
+    cache, model = explaining(400, 4), NaiveCache(4)
     cache.subscribe(model.hear)
     history: list[tuple[int, ...]] = []
     for values, evicted in steps:
@@ -443,13 +444,13 @@ def test_reasons_are_those_of_a_model_that_forgets_nothing(steps: list[tuple[lis
 def test_a_cache_larger_by_the_blocks_evicted_since_would_have_had_the_first_that_is_missing(
     num_blocks: int, requests: list[list[int]]
 ):
-    cache = PrefixCache(num_blocks, 4)
+    cache = explaining(num_blocks, 4)
     for i, values in enumerate(requests):
         lease = serve(cache, np.array(values))
         miss = miss_of(lease)
         whole = lease.num_matched_tokens // 4 * 4 + 4
         if lease.num_matched_tokens + miss.evicted >= whole:
-            larger = PrefixCache(num_blocks + miss.evicted_blocks_since, 4)
+            larger = explaining(num_blocks + miss.evicted_blocks_since, 4)
             for earlier in requests[:i]:
                 serve(larger, np.array(earlier))
             assert held(larger, np.array(values)) >= whole // 4
@@ -470,7 +471,7 @@ def test_attribution_changes_nothing_about_what_is_found(steps: list[tuple[list[
 def test_a_bound_on_what_was_missing_holds_for_blocks_that_were_evicted_long_before_the_ones_around_them():
     """The edge loses its tail, much later its head, and then the head comes back: the tail's own time counts."""
     now = [0.0]
-    cache = PrefixCache(100, 1, clock=lambda: now[0])
+    cache = explaining(100, 1, clock=lambda: now[0])
     serve(cache, np.arange(6))
     cache.evict(3)
     for i in range(80):
@@ -498,7 +499,7 @@ def test_many_evicted_siblings_do_not_hide_the_rows_of_a_cached_one():
 
 
 def test_a_prompt_in_flight_is_seen_beyond_what_another_sequence_has_published_of_it():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     computing = cache.acquire(np.arange(32))
     serve(cache, joined(np.arange(16), [90, 91, 92, 93]))
     miss = cache.acquire(joined(np.arange(32), [99])).miss
@@ -508,7 +509,7 @@ def test_a_prompt_in_flight_is_seen_beyond_what_another_sequence_has_published_o
 
 def test_what_came_back_and_was_evicted_again_is_forgotten_last():
     """Eight blocks are remembered: four that were evicted twice, the last time latest, four that were evicted between."""
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     often, once = LONG, LONG + 100
     serve(cache, often)
     cache.evict(8)
@@ -526,7 +527,7 @@ def test_what_came_back_and_was_evicted_again_is_forgotten_last():
 
 def test_releasing_a_prompt_looks_into_no_other_namespace(monkeypatch: pytest.MonkeyPatch):
     """Else the time of a tenant's request would tell what others have cached."""
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     serve(cache, LONG, "a")
     looked_up: list[str] = []
     real = cache.tree.match

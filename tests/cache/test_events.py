@@ -9,12 +9,12 @@ import pytest
 
 from radixkv.cache import Event, Evicted, Hit, PrefixCache, Stored, prefix_cache
 
-from .serving import LONG, joined, run, serve, tokens
+from .serving import LONG, explaining, joined, run, serve, tokens
 
 
 def listened(num_blocks: int = 16, **options: Any) -> tuple[PrefixCache, list[Event]]:
     """A cache with blocks of 4, and the list to which its events are added."""
-    cache = PrefixCache(num_blocks, 4, **options)
+    cache = explaining(num_blocks, 4, **options)
     heard: list[Event] = []
     cache.subscribe(heard.append)
     return cache, heard
@@ -161,7 +161,7 @@ def test_evictions_are_told_before_the_blocks_are_used_again():
 
 
 def test_what_a_listener_does_to_an_events_block_ids_harms_nothing():
-    cache = PrefixCache(16, 4)
+    cache = explaining(16, 4)
 
     def vandal(event: Event) -> None:
         if event.block_ids.flags.writeable:
@@ -187,7 +187,7 @@ def test_an_events_tokens_stay_what_they_were_when_the_prompts_buffer_is_used_ag
 
 
 def test_every_listener_hears_everything_until_it_ends_that():
-    cache = PrefixCache(16, 4)
+    cache = explaining(16, 4)
     first: list[Event] = []
     second: list[Event] = []
     end_first = cache.subscribe(first.append)
@@ -200,7 +200,7 @@ def test_every_listener_hears_everything_until_it_ends_that():
 
 
 def test_a_listener_may_end_its_own_subscription_while_it_is_told():
-    cache = PrefixCache(16, 4)
+    cache = explaining(16, 4)
     heard: list[str] = []
 
     def once(event: Event) -> None:
@@ -220,7 +220,7 @@ def test_no_event_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch):
 
     for kind in ("Stored", "Evicted", "Hit"):
         monkeypatch.setattr(prefix_cache, kind, refuse)
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     end = cache.subscribe(lambda event: None)
     end()
     serve(cache, LONG)

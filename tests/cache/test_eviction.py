@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from radixkv.cache import Node, PrefixCache, Retention
 
-from .serving import LONG, cached, held, joined, run, serve
+from .serving import LONG, cached, explaining, held, joined, run, serve
 
 PolicyName = Literal["lru", "lfu", "cost"]
 every_policy = pytest.mark.parametrize("policy", ["lru", "lfu", "cost"])
@@ -57,7 +57,7 @@ def test_growing_evicts_only_when_a_block_is_full_and_none_is_free():
 
 
 def test_children_go_before_their_parent_which_is_then_as_young_as_they_were():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     one, other, young = joined(LONG, LONG[:4] + 100), joined(LONG, LONG[:4] + 200), LONG + 300
     for prompt in (one, other, young):
         serve(cache, prompt)
@@ -71,7 +71,7 @@ def test_children_go_before_their_parent_which_is_then_as_young_as_they_were():
 
 
 def test_a_parent_is_not_a_leaf_while_one_child_has_blocks():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     one, other = joined(LONG, LONG[:4] + 100), joined(LONG, LONG[:4] + 200)
     serve(cache, one)
     lease = run(cache, other)
@@ -82,7 +82,7 @@ def test_a_parent_is_not_a_leaf_while_one_child_has_blocks():
 
 
 def test_what_two_sequences_run_on_is_locked_until_both_have_gone():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     first, second = run(cache, LONG), run(cache, joined(LONG, LONG + 100))
     cache.release(first)
     assert cache.evict(99) == 0
@@ -150,7 +150,7 @@ def test_lru_evicts_what_a_model_of_single_blocks_evicts(capacity: int, attribut
 
 def test_lru_stays_exact_through_thousands_of_uses_that_leave_stale_entries():
     random = np.random.default_rng(2)
-    cache, model = PrefixCache(400, 2), BlockModel(400)
+    cache, model = explaining(400, 2), BlockModel(400)
     prompts = [tuple(random.integers(0, 3, random.integers(2, 12)).tolist()) for _ in range(150)]
     for i in range(2000):
         prompt = prompts[random.integers(len(prompts))]
@@ -174,7 +174,7 @@ def use(cache: PrefixCache, prompt: np.ndarray, times: int) -> None:
 
 
 def test_lfu_evicts_the_least_used_and_of_equals_the_least_recent():
-    cache = PrefixCache(32, 4, policy="lfu")
+    cache = explaining(32, 4, policy="lfu")
     thrice, once, twice, once_later = (LONG[:8] + 100 * i for i in range(4))
     use(cache, thrice, 3)
     use(cache, once, 1)
@@ -188,7 +188,7 @@ def test_lfu_evicts_the_least_used_and_of_equals_the_least_recent():
 
 def test_lfu_stays_exact_through_many_uses_that_leave_stale_entries():
     random = np.random.default_rng(4)
-    cache = PrefixCache(200, 4, policy="lfu")
+    cache = explaining(200, 4, policy="lfu")
     candidates = [LONG[:8] + 100 * i for i in range(60)]
     uses, last_use = [0] * 60, [0] * 60
     for tick in range(1500):
@@ -203,7 +203,7 @@ def test_lfu_stays_exact_through_many_uses_that_leave_stale_entries():
 
 def test_lfu_keeps_a_popular_prefix_through_a_scan_that_lru_would_lose_it_to():
     for policy, expected in (("lfu", 2), ("lru", 0)):
-        cache = PrefixCache(8, 4, policy=policy)
+        cache = explaining(8, 4, policy=policy)
         use(cache, LONG[:8], 8)
         for i in range(1, 5):
             serve(cache, LONG[:8] + 100 * i)
@@ -213,7 +213,7 @@ def test_lfu_keeps_a_popular_prefix_through_a_scan_that_lru_would_lose_it_to():
 @pytest.mark.parametrize("policy", ["lfu", "cost"])
 def test_what_was_popular_once_gives_way_in_the_end(policy: PolicyName):
     """Ageing: each eviction raises what newer prefixes are worth."""
-    cache = PrefixCache(8, 4, policy=policy)
+    cache = explaining(8, 4, policy=policy)
     use(cache, LONG[:8], 100)
     for i in range(1, 1000):
         serve(cache, LONG[:8] + 100 * i)
@@ -235,7 +235,7 @@ def test_an_evicted_prefix_that_comes_back_has_its_uses_still(policy: PolicyName
 
 
 def test_a_node_takes_over_the_uses_of_what_was_evicted_behind_it():
-    cache = PrefixCache(32, 4, policy="lfu")
+    cache = explaining(32, 4, policy="lfu")
     serve(cache, LONG[:8])
     use(cache, joined(LONG[:8], LONG[:4] + 50), 4)
     use(cache, joined(LONG[:8], LONG[:4] + 60), 4)
@@ -264,7 +264,7 @@ def test_cost_counts_all_that_comes_before_a_block_and_not_only_its_own_edge():
 
 def test_cost_weighs_uses_against_length():
     often, long = LONG[:4] + 100_000, np.arange(4000, dtype=np.int32)
-    cache = PrefixCache(2000, 4, policy="cost")
+    cache = explaining(2000, 4, policy="cost")
     use(cache, often, 2)
     serve(cache, long)
     cache.evict(1)
@@ -296,7 +296,7 @@ def test_a_policy_of_ones_own_decides_and_is_told():
 
 def test_a_policy_is_told_of_retained_leaves_too():
     policy = MostRecentFirst()
-    cache = PrefixCache(32, 4, policy=policy)
+    cache = explaining(32, 4, policy=policy)
     serve(cache, LONG, retention=Retention(1, 1e6))
     serve(cache, LONG + 100)
     cache.evict(8)
@@ -320,7 +320,7 @@ class Uses:
 
 def test_uses_that_went_up_to_a_parent_come_back_down_with_the_blocks():
     policy = Uses()
-    cache = PrefixCache(32, 4, policy=policy)
+    cache = explaining(32, 4, policy=policy)
     longer = joined(LONG, LONG[:4] + 100)
     serve(cache, LONG)
     lease = run(cache, LONG)  # so that what follows becomes a node of its own
@@ -334,7 +334,7 @@ def test_uses_that_went_up_to_a_parent_come_back_down_with_the_blocks():
 
 def test_the_part_of_an_evicted_edge_that_comes_back_later_has_the_edges_uses():
     policy = Uses()
-    cache = PrefixCache(32, 4, policy=policy)
+    cache = explaining(32, 4, policy=policy)
     use(cache, LONG, 5)
     cache.evict(4)
     use(cache, joined(LONG[:8], LONG[:4] + 100), 7)
@@ -345,7 +345,7 @@ def test_the_part_of_an_evicted_edge_that_comes_back_later_has_the_edges_uses():
 
 def test_an_unknown_policy_is_refused_by_name():
     with pytest.raises(ValueError, match="policy must be one of lru, lfu, cost or an EvictionPolicy, got 'fifo'"):
-        PrefixCache(8, 4, policy="fifo")
+        explaining(8, 4, policy="fifo")
 
 
 # -- the order of eviction stays small
@@ -358,7 +358,7 @@ def entries(cache: PrefixCache) -> int:
 
 @pytest.mark.parametrize("retention", [None, Retention(3, 1000)])
 def test_hits_alone_do_not_grow_the_order_of_eviction(retention: Retention | None):
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     for _ in range(2000):
         serve(cache, LONG, retention=retention)
     assert entries(cache) < 200
@@ -366,7 +366,7 @@ def test_hits_alone_do_not_grow_the_order_of_eviction(retention: Retention | Non
 
 @every_policy
 def test_hits_and_evictions_keep_the_order_of_eviction_small(policy: PolicyName):
-    cache = PrefixCache(16, 4, policy=policy)
+    cache = explaining(16, 4, policy=policy)
     for i in range(600):
         use(cache, LONG[:4], 3)
         serve(cache, LONG[:8] + 100 * (i % 20))

@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.cache import Lease, PrefixCache, Retention
 
-from .serving import LONG, cached, held, joined, run, serve
+from .serving import LONG, cached, explaining, held, joined, run, serve
 
 
 class Memory:
@@ -39,7 +39,7 @@ def computed(prompt: np.ndarray) -> list[int]:
 
 def test_a_page_table_never_points_at_blocks_that_were_freed_as_duplicates():
     """mini-sglang, pull request 142."""
-    cache = PrefixCache(16, 4)
+    cache = explaining(16, 4)
     memory = Memory(cache)
     first, second = cache.acquire(LONG), cache.acquire(LONG)
     duplicates = second.block_table.tolist()
@@ -59,7 +59,7 @@ def test_a_page_table_never_points_at_blocks_that_were_freed_as_duplicates():
 
 def test_a_page_table_is_right_where_only_its_beginning_was_a_duplicate():
     """mini-sglang, pull request 142, within an edge."""
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     memory = Memory(cache)
     ours = joined(LONG[:8], LONG + 50)
     first, second = cache.acquire(LONG), cache.acquire(ours)
@@ -87,7 +87,7 @@ def test_a_match_that_ends_inside_an_edge_locks_only_what_it_uses_and_unlocks_it
 
 def test_what_can_be_evicted_is_counted_once_however_many_share_it():
     """SGLang, issue 35270: shared pages counted twice made the idle scheduler's memory check fail."""
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     leases = [run(cache, joined(LONG, [100 * i, 1, 2, 3])) for i in range(4)]
     leases += [run(cache, LONG) for _ in range(3)]
     children = cache.fork(leases[0], 3)
@@ -110,7 +110,7 @@ def test_what_is_read_is_the_same_with_the_cache_on_and_off(policy: Literal["lru
     prompts = [random.integers(0, 2, random.integers(1, 40)).astype(np.int32) for _ in range(1000)]
     hits = 0
     for enabled in (True, False):
-        cache = PrefixCache(40, 4, policy=policy, enable_prefix_caching=enabled)
+        cache = explaining(40, 4, policy=policy, enable_prefix_caching=enabled)
         memory = Memory(cache)
         running: list[tuple[Lease, np.ndarray]] = []
         for prompt in prompts:
@@ -142,7 +142,7 @@ def test_less_than_a_block_shared_with_a_full_block_is_a_hit():
 
 def test_pinned_prefixes_cannot_wedge_memory():
     """vLLM, issues 8333 and 23083 ask for pins; SGLang merged hard ones (18941) and took them out again (21045)."""
-    cache = PrefixCache(16, 4)
+    cache = explaining(16, 4)
     for i in range(40):
         serve(cache, LONG + 100 * i, retention=Retention(100, 1e9))
     assert cache.num_available_blocks == 16

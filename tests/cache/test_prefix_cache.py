@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixkv.cache import BlockCopy, PrefixCache
+from radixkv.cache import BlockCopy
 from radixkv.cache.eviction import LRU
 
-from .serving import LONG, cached, run, tokens
+from .serving import LONG, cached, explaining, run, tokens
 
 
 def test_a_prompt_is_found_by_the_next_one_that_begins_alike():
@@ -55,7 +55,7 @@ def test_a_failed_acquire_changes_nothing():
 
 
 def test_headroom_is_left_for_the_running():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     assert cache.acquire(LONG, headroom=5) is None
     assert cache.acquire(LONG, headroom=4) is not None
 
@@ -76,7 +76,7 @@ def test_a_use_makes_a_prefix_young_again():
 
 
 def test_blocks_in_use_are_never_evicted():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     lease = run(cache, LONG)
     assert cache.evict(8) == 0
     assert cache.acquire(np.arange(200, 220, dtype=np.int32)) is None
@@ -96,7 +96,7 @@ def test_a_match_inside_an_edge_locks_only_the_part_it_uses():
 
 def test_the_later_publisher_of_the_same_tokens_moves_onto_the_first_ones_blocks():
     """Another engine's cached request kept pointing at blocks that were freed as duplicates."""
-    cache = PrefixCache(16, 4)
+    cache = explaining(16, 4)
     first, second = cache.acquire(LONG), cache.acquire(LONG)
     assert not set(first.block_table) & set(second.block_table)
     cache.publish(first, LONG, 16)
@@ -108,7 +108,7 @@ def test_the_later_publisher_of_the_same_tokens_moves_onto_the_first_ones_blocks
 
 
 def test_a_growing_sequence_stays_one_node():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     lease = run(cache, LONG)
     grown = LONG
     for token in range(100, 200):
@@ -122,7 +122,7 @@ def test_a_growing_sequence_stays_one_node():
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     lease = run(cache, LONG[:10])
     children = cache.fork(lease, 2)
     assert all(child.block_table[:2].tolist() == lease.block_table[:2].tolist() for child in children)
@@ -136,7 +136,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one():
 
 
 def test_another_namespace_finds_nothing_and_an_empty_one_costs_nothing():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     cache.release(run(cache, LONG, namespace="a"))
     assert cache.match(LONG, "b").num_tokens(4) == 0
     assert cache.match(LONG, "a").num_tokens(4) == 16
@@ -148,7 +148,7 @@ def test_another_namespace_finds_nothing_and_an_empty_one_costs_nothing():
 
 
 def test_with_caching_off_nothing_is_kept():
-    cache = PrefixCache(32, 4, enable_prefix_caching=False)
+    cache = explaining(32, 4, enable_prefix_caching=False)
     cache.release(run(cache, LONG))
     assert cache.match(LONG).num_tokens(4) == 0
     assert cache.pool.num_free == 32
@@ -184,7 +184,7 @@ def test_a_prompt_that_needs_every_block_is_served_without_the_copy():
     ids=["release", "extend", "publish", "fork"],
 )
 def test_a_lease_that_was_released_is_refused(use):
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     lease = cache.acquire(LONG)
     cache.release(lease)
     with pytest.raises(ValueError, match="released before"):
@@ -207,7 +207,7 @@ def test_a_lease_that_was_released_is_refused(use):
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(use, message: str):
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     lease = cache.acquire(LONG, max_new_tokens=4)
     with pytest.raises(ValueError, match=message):
         use(cache, lease)
@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(use, message: str):
 @pytest.mark.parametrize("convert", [list, np.int64, np.int16], ids=["list", "int64", "int16"])
 def test_tokens_may_be_any_integers(convert):
     tokens = LONG.tolist() if convert is list else LONG.astype(convert)
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     lease = cache.acquire(tokens)
     cache.publish(lease, tokens, 16)
     cache.release(lease)
@@ -228,7 +228,7 @@ def test_tokens_may_be_any_integers(convert):
 
 
 def test_stats_count_hits_by_namespace_and_a_resumed_prompt_not_again():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     for namespace in ("a", "a", "b"):
         cache.release(run(cache, LONG, namespace))
     cache.release(cache.acquire(LONG, namespace="a", resumed=True))
@@ -242,7 +242,7 @@ def test_stats_count_hits_by_namespace_and_a_resumed_prompt_not_again():
 
 
 def test_the_counters_of_many_namespaces_stay_bounded():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     for i in range(1500):
         cache.release(cache.acquire(LONG, namespace=str(i)))
     stats = cache.stats()
@@ -287,4 +287,4 @@ def test_a_wrong_type_is_refused_before_anything_changes(use, error: type[Except
 @pytest.mark.parametrize("policy", [5, LRU, "fifo", None])
 def test_what_is_no_policy_is_refused(policy: object):
     with pytest.raises(ValueError, match="policy must be one of lru, lfu, cost or an EvictionPolicy"):
-        PrefixCache(8, 4, policy=policy)
+        explaining(8, 4, policy=policy)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 
 from radixkv.cache import PrefixCache
 
-from .serving import LONG, cached, held, joined, run, serve, tokens
+from .serving import LONG, cached, explaining, held, joined, run, serve, tokens
 
 # -- the longest prefix
 
@@ -89,7 +89,7 @@ def test_a_prompt_shorter_than_a_block_finds_its_rows():
 def test_an_edge_is_split_at_a_block_wherever_a_sequence_leaves_it(position: int):
     one = np.arange(20, dtype=np.int32)
     other = joined(one[:position], np.arange(100, 112))
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     first = run(cache, one)
     table = first.block_table.tolist()
     second = run(cache, other)
@@ -108,7 +108,7 @@ def test_an_edge_is_split_at_a_block_wherever_a_sequence_leaves_it(position: int
 
 def test_one_edge_can_be_split_many_times_while_sequences_run_on_all_of_it():
     long = np.arange(80, dtype=np.int32)
-    cache = PrefixCache(200, 4)
+    cache = explaining(200, 4)
     leases = [run(cache, long)]
     for end in (40, 72, 8, 24, 56, 4, 76):
         leases.append(run(cache, joined(long[:end], LONG[:4] + 1000 + end)))
@@ -133,7 +133,7 @@ def test_a_split_edge_keeps_its_age():
 
 
 def test_many_children_that_begin_with_the_same_token_come_and_go():
-    cache = PrefixCache(2000, 4)
+    cache = explaining(2000, 4)
     random = np.random.default_rng(1)
     prompts = [joined([BEGIN], random.choice(AWKWARD, 11)) for _ in range(300)]
     for prompt in prompts:
@@ -188,7 +188,7 @@ def test_long_siblings_are_split_off_too():
 
 
 def test_a_sequence_grows_in_place_block_by_block():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     text = np.arange(200, dtype=np.int32)
     lease = run(cache, text[:10])
     for end in range(11, 200):
@@ -200,7 +200,7 @@ def test_a_sequence_grows_in_place_block_by_block():
 
 
 def test_the_next_turn_of_a_chat_grows_the_same_edge():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     text = np.arange(200, dtype=np.int32)
     for end in (10, 24, 61, 100, 163):
         lease = serve(cache, text[:end])
@@ -210,7 +210,7 @@ def test_the_next_turn_of_a_chat_grows_the_same_edge():
 
 
 def test_an_edge_that_others_end_on_does_not_grow_over_them():
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     first, second = run(cache, LONG), run(cache, LONG)
     one, other = joined(LONG, LONG + 100), joined(LONG, LONG + 200)
     for lease, grown in ((first, one), (second, other)):
@@ -225,7 +225,7 @@ def test_an_edge_that_others_end_on_does_not_grow_over_them():
 
 def test_what_grew_over_a_remembered_tail_is_found():
     """The tail of a finished prompt, shorter than a block, is no block's and in nobody's way."""
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     serve(cache, LONG[:10])
     serve(cache, joined(LONG[:10], [50, 51, 52]))
     cache.check()
@@ -237,7 +237,7 @@ def test_what_grew_over_a_remembered_tail_is_found():
 
 def test_blocks_come_back_to_a_remembered_edge_only_where_the_tokens_are_the_same():
     """The edge was cached, and lost its tail, while the sequence that parts from it there was computed."""
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     ours = joined(LONG[:12], LONG[:4] + 50)
     lease = cache.acquire(ours)
     serve(cache, LONG)
@@ -311,7 +311,7 @@ def test_a_small_part_of_a_large_buffer_does_not_keep_it_in_memory():
 
 
 def test_a_writable_prompt_is_copied_so_that_changing_it_harms_nothing():
-    cache = PrefixCache(128, 4)
+    cache = explaining(128, 4)
     buffer = LONG.copy()
     lease = cache.acquire(buffer)
     cache.publish(lease, buffer, 10)
@@ -361,7 +361,7 @@ def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory():
     ids=["column", "stride", "reversed", "big-endian", "uint8", "uint64", "range", "tuple"],
 )
 def test_arrays_of_any_layout_and_integer_type_are_the_same_tokens(prompt: Any):
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     lease = cache.acquire(prompt)
     cache.publish(lease, prompt, 16)
     cache.release(lease)
@@ -391,7 +391,7 @@ def test_arrays_of_any_layout_and_integer_type_are_the_same_tokens(prompt: Any):
     ],
 )
 def test_what_is_no_prompt_is_refused_by_name_and_changes_nothing(prompt: Any, message: str):
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     lease = cache.acquire(LONG)
     before = cache.stats()
     for use in (cache.match, cache.acquire, lambda prompt: cache.publish(lease, prompt, 0)):

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 
 from radixkv.cache import PrefixCache, Retention
 
-from .serving import LONG, Clock, held, joined, run, serve
+from .serving import LONG, Clock, explaining, held, joined, run, serve
 
 PolicyName = Literal["lru", "lfu", "cost"]
 every_policy = pytest.mark.parametrize("policy", ["lru", "lfu", "cost"])
@@ -32,7 +32,7 @@ def order_of_eviction(cache: PrefixCache, *candidates: np.ndarray) -> list[int]:
 
 @every_policy
 def test_a_retained_prefix_is_evicted_after_all_others_though_it_was_used_first(policy: PolicyName):
-    cache = PrefixCache(32, 4, policy=policy, clock=Clock())
+    cache = explaining(32, 4, policy=policy, clock=Clock())
     pinned, *others = prompts(4)
     serve(cache, pinned, retention=Retention(1, 60))
     for prompt in others:
@@ -44,7 +44,7 @@ def test_a_retained_prefix_is_evicted_after_all_others_though_it_was_used_first(
 
 @every_policy
 def test_of_retained_prefixes_the_lowest_priority_goes_first_then_the_policy_decides(policy: PolicyName):
-    cache = PrefixCache(32, 4, policy=policy, clock=Clock())
+    cache = explaining(32, 4, policy=policy, clock=Clock())
     candidates = prompts(5)
     for prompt, priority in zip(candidates, (2, 1, 3, 1, 2), strict=True):
         serve(cache, prompt, retention=Retention(priority, 60))
@@ -56,7 +56,7 @@ def test_of_retained_prefixes_the_lowest_priority_goes_first_then_the_policy_dec
 )
 def test_a_priority_falls_by_one_whenever_its_seconds_pass_and_is_over_at_0(seconds: float, expected: list[int]):
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     falling, steady, plain = candidates = prompts(3)
     serve(cache, falling, retention=Retention(2, 60))
     serve(cache, steady, retention=Retention(1, 10_000))
@@ -67,7 +67,7 @@ def test_a_priority_falls_by_one_whenever_its_seconds_pass_and_is_over_at_0(seco
 
 def test_all_that_has_passed_since_the_last_eviction_decays_at_once():
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     pinned, plain = candidates = prompts(2)
     serve(cache, pinned, retention=Retention(100, 1))
     serve(cache, plain)
@@ -81,7 +81,7 @@ def test_all_that_has_passed_since_the_last_eviction_decays_at_once():
 @pytest.mark.parametrize("hit", ["whole", "longer", "deeper", "prefix"])
 def test_a_hit_restores_priority_and_time_whatever_the_hitting_prompt_asks_for_itself(hit: str):
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     first, pinned, steady = candidates = prompts(3)
     serve(cache, first)
     serve(cache, pinned, retention=Retention(2, 60))
@@ -97,7 +97,7 @@ def test_a_hit_restores_priority_and_time_whatever_the_hitting_prompt_asks_for_i
 
 def test_a_hit_on_its_beginning_refreshes_only_that_beginning():
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     pinned, plain = prompts(2)
     serve(cache, pinned, retention=Retention(1, 60))
     clock.now += 40
@@ -116,7 +116,7 @@ def test_a_hit_on_its_beginning_refreshes_only_that_beginning():
 
 def test_a_running_sequences_retention_begins_when_it_ends():
     clock = Clock()
-    cache = PrefixCache(32, 4, clock=clock)
+    cache = explaining(32, 4, clock=clock)
     pinned, plain = candidates = prompts(2)
     lease = run(cache, pinned, retention=Retention(1, 60))
     clock.now += 1000
@@ -127,7 +127,7 @@ def test_a_running_sequences_retention_begins_when_it_ends():
 
 
 def test_a_retained_chat_that_goes_on_retained_alike_grows_in_place():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     for end in (8, 12, 16):
         serve(cache, LONG[:end], retention=Retention(2, 60))
     assert cache.stats().nodes == 1
@@ -139,7 +139,7 @@ def test_many_hits_leave_the_order_of_retained_prefixes_right():
     """Each leaves stale entries behind, which are swept out in between."""
     random = np.random.default_rng(3)
     clock = Clock()
-    cache = PrefixCache(200, 4, clock=clock)
+    cache = explaining(200, 4, clock=clock)
     candidates = prompts(40)
     given = [Retention(int(random.integers(1, 4)), float(random.choice([50, 150, 400, 1e6]))) for _ in candidates]
     last_use = dict.fromkeys(range(40), (0, 0.0))
@@ -156,7 +156,7 @@ def test_many_hits_leave_the_order_of_retained_prefixes_right():
 
 def test_what_follows_a_retained_prefix_is_not_retained_with_it():
     """The next turn of a chat that asks for nothing lengthens no retained edge."""
-    cache = PrefixCache(32, 4, clock=Clock())
+    cache = explaining(32, 4, clock=Clock())
     pinned, plain = prompts(2)
     serve(cache, pinned, retention=Retention(1, 60))
     serve(cache, joined(pinned, LONG + 1000))
@@ -168,7 +168,7 @@ def test_what_follows_a_retained_prefix_is_not_retained_with_it():
 
 
 def test_the_prefix_below_a_retained_sequence_stays_for_it():
-    cache = PrefixCache(32, 4, clock=Clock())
+    cache = explaining(32, 4, clock=Clock())
     shared, plain = prompts(2)
     one, other = joined(shared, LONG[:4] + 1000), joined(shared, LONG[:4] + 2000)
     serve(cache, one, retention=Retention(1, 60))
@@ -180,7 +180,7 @@ def test_the_prefix_below_a_retained_sequence_stays_for_it():
 
 
 def test_a_prefix_that_lost_its_tail_is_still_retained():
-    cache = PrefixCache(8, 4, clock=Clock())
+    cache = explaining(8, 4, clock=Clock())
     pinned, plain = prompts(2)
     serve(cache, pinned, retention=Retention(1, 60))
     cache.evict(1)
@@ -190,7 +190,7 @@ def test_a_prefix_that_lost_its_tail_is_still_retained():
 
 
 def test_a_prefix_that_comes_back_without_retention_has_none():
-    cache = PrefixCache(32, 4, clock=Clock())
+    cache = explaining(32, 4, clock=Clock())
     pinned, plain = candidates = prompts(2)
     serve(cache, pinned, retention=Retention(3, 1e6))
     cache.evict(2)
@@ -200,7 +200,7 @@ def test_a_prefix_that_comes_back_without_retention_has_none():
 
 
 def test_a_prefix_cached_before_can_be_retained_later():
-    cache = PrefixCache(32, 4, clock=Clock())
+    cache = explaining(32, 4, clock=Clock())
     pinned, plain = candidates = prompts(2)
     serve(cache, pinned)
     serve(cache, pinned, retention=Retention(1, 60))
@@ -209,7 +209,7 @@ def test_a_prefix_cached_before_can_be_retained_later():
 
 
 def test_a_fork_is_retained_as_its_parent_is():
-    cache = PrefixCache(32, 4, clock=Clock())
+    cache = explaining(32, 4, clock=Clock())
     pinned, plain = prompts(2)
     lease = run(cache, pinned, retention=Retention(1, 60))
     (child,) = cache.fork(lease, 1)
@@ -225,7 +225,7 @@ def test_a_fork_is_retained_as_its_parent_is():
 
 @every_policy
 def test_a_cache_full_of_retained_prefixes_serves_whatever_fits(policy: PolicyName):
-    cache = PrefixCache(16, 4, policy=policy, clock=Clock())
+    cache = explaining(16, 4, policy=policy, clock=Clock())
     for prompt in prompts(8):
         serve(cache, prompt, retention=Retention(100, 1e9))
     assert cache.num_available_blocks == 16
@@ -255,7 +255,7 @@ requests = st.lists(
 def test_no_allocation_fails_with_retention_that_succeeds_without(operations: list[tuple[str, int, Retention]]):
     """Twins in which nothing is shared, so that which blocks were evicted makes no other difference."""
     clock = Clock()
-    twins = [(PrefixCache(12, 4, clock=clock), retains, []) for retains in (False, True)]
+    twins = [(explaining(12, 4, clock=clock), retains, []) for retains in (False, True)]
     for i, (operation, n, retention) in enumerate(operations):
         if operation == "wait":
             clock.now += n / 3
@@ -286,7 +286,7 @@ def test_no_allocation_fails_with_retention_that_succeeds_without(operations: li
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_a_clock_that_jumps_harms_nothing(jump: float):
     clock = Clock()
-    cache = PrefixCache(8, 4, clock=clock)
+    cache = explaining(8, 4, clock=clock)
     candidates = prompts(4)
     for prompt in candidates:
         serve(cache, prompt, retention=Retention(3, 10))
@@ -310,7 +310,7 @@ def test_a_clock_that_jumps_harms_nothing(jump: float):
     ],
 )
 def test_a_retention_out_of_range_is_refused_by_name_and_changes_nothing(retention: Retention, message: str):
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     before = cache.stats()
     with pytest.raises(ValueError, match=message):
         cache.acquire(LONG, retention=retention)
@@ -321,7 +321,7 @@ def test_a_retention_out_of_range_is_refused_by_name_and_changes_nothing(retenti
 
 def test_retention_that_is_over_leaves_nothing_in_memory():
     clock = Clock()
-    cache = PrefixCache(8, 4, clock=clock)
+    cache = explaining(8, 4, clock=clock)
     for i in range(1000):
         clock.now += 1
         serve(cache, LONG + 100 * i, retention=Retention(1, 0.5))
@@ -332,7 +332,7 @@ def test_retention_that_is_over_leaves_nothing_in_memory():
 def test_a_leaf_that_is_queued_twice_under_one_hold_can_still_be_evicted_when_that_is_over():
     """A request that was there before the retained one ends on its leaf, and hands its last use up to it when it is evicted."""
     clock = Clock()
-    cache = PrefixCache(16, 4, clock=clock)
+    cache = explaining(16, 4, clock=clock)
     head = [0, 1, 2, 3]
     retained = [*head, 10, 11, 12, 13]
     longer = np.array([*retained, 20, 21, 22, 23])
@@ -349,7 +349,7 @@ def test_a_leaf_that_is_queued_twice_under_one_hold_can_still_be_evicted_when_th
 
 
 def test_the_head_of_a_retained_sequence_is_retained_too_when_another_sequence_ends_there():
-    cache = PrefixCache(12, 4, clock=Clock())
+    cache = explaining(12, 4, clock=Clock())
     prompt = np.arange(32)
     lease = cache.acquire(prompt, retention=Retention(5, 1e6))
     cache.publish(lease, prompt, 16)
@@ -365,7 +365,7 @@ def test_the_head_of_a_retained_sequence_is_retained_too_when_another_sequence_e
 
 def test_a_weaker_retention_does_not_take_the_place_of_a_stronger_one():
     clock = Clock()
-    cache = PrefixCache(8, 4, clock=clock)
+    cache = explaining(8, 4, clock=clock)
     serve(cache, LONG, retention=Retention(100, 1e6))
     serve(cache, LONG, retention=Retention(1, 0.001))
     serve(cache, LONG + 100)
@@ -376,7 +376,7 @@ def test_a_weaker_retention_does_not_take_the_place_of_a_stronger_one():
 
 def test_a_retention_that_was_over_is_not_restored():
     clock = Clock()
-    cache = PrefixCache(8, 4, clock=clock)
+    cache = explaining(8, 4, clock=clock)
     serve(cache, LONG, retention=Retention(1, 10))
     clock.now += 100
     serve(cache, LONG)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixkv.cache import BlockPool, PrefixCache
+from radixkv.cache import BlockPool
 
-from .serving import LONG, cached, joined, run, serve
+from .serving import LONG, cached, explaining, joined, run, serve
 
 SHARED = joined(LONG[:6], [99])
 """Leaves a cached ``LONG`` in the middle of its second block."""
@@ -24,7 +24,7 @@ def test_a_match_over_several_nodes_is_not_counted_as_evictable(blocks: int, ser
 
 def test_rows_are_copied_where_the_prefix_is_locked_by_another_sequence_anyway():
     """Nothing is locked away by locking it twice, so one block is left for the copy's source."""
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     run(cache, LONG)
     lease = cache.acquire(joined(LONG[:6], np.arange(50, 60)))
     assert lease.num_cached_tokens == 6
@@ -76,7 +76,7 @@ def test_a_sequence_moved_onto_anothers_blocks_takes_its_pending_copies_with_it(
 
 
 def test_a_fork_that_needs_every_block_left_is_served():
-    cache = PrefixCache(5, 4)
+    cache = explaining(5, 4)
     lease = run(cache, LONG[:10])
     assert cache.fork(lease, 3) is None
     assert len(cache.fork(lease, 2)) == 2
@@ -86,14 +86,14 @@ def test_a_fork_that_needs_every_block_left_is_served():
 
 
 def test_the_copies_of_a_fork_take_nothing_from_what_is_available():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     cache.fork(run(cache, LONG[:10]), 2)
     assert cache.num_available_blocks == cache.pool.num_free == 3
     assert cache.acquire(np.arange(100, 110)) is not None
 
 
 def test_fewer_than_no_children_are_refused_by_name():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     with pytest.raises(ValueError, match="n must be at least 0, got -1"):
         cache.fork(run(cache, LONG[:10]), -1)
 
@@ -133,7 +133,7 @@ def test_a_list_with_a_free_block_in_it_is_refused_whole(operation: str, n: int)
 
 
 def test_the_source_of_a_forks_copy_is_not_available_while_it_is_cached_and_unlocked():
-    cache = PrefixCache(8, 4)
+    cache = explaining(8, 4)
     lease = run(cache, LONG[:10], max_new_tokens=2)
     cache.fork(lease, 1)
     cache.publish(lease, LONG, 12)

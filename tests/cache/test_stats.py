@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 
 from radixkv.cache import HitCounts, Lease, PrefixCache
 
-from .serving import LONG, cached, joined, run, serve
+from .serving import LONG, cached, explaining, joined, run, serve
 
 Step = tuple[str, list[int], str]
 
@@ -61,7 +61,7 @@ def test_every_uncached_token_is_counted_under_one_reason_when_prompts_are_resum
 
 
 def test_no_counter_is_negative_when_a_namespace_was_long_silent():
-    cache = PrefixCache(4096, 4)
+    cache = explaining(4096, 4)
     waiting = cache.acquire(LONG, namespace="slow")
     for i in range(1100):
         cache.release(cache.acquire([i], namespace=str(i)))
@@ -72,7 +72,7 @@ def test_no_counter_is_negative_when_a_namespace_was_long_silent():
 
 
 def test_a_namespace_of_any_name_keeps_its_own_counters():
-    cache = PrefixCache(4096, 4)
+    cache = explaining(4096, 4)
     for i in range(1100):
         cache.release(cache.acquire([i], namespace=str(i)))
     serve(cache, LONG, "(others)")
@@ -80,7 +80,7 @@ def test_a_namespace_of_any_name_keeps_its_own_counters():
 
 
 def test_of_many_namespaces_those_in_use_keep_their_own_counters():
-    cache = PrefixCache(32, 4)
+    cache = explaining(32, 4)
     for i in range(1500):
         cache.release(cache.acquire(LONG, namespace=str(i)))
         if i % 100 == 0:
@@ -120,7 +120,7 @@ def test_blocks_are_free_cached_or_locked():
 
 
 def test_the_hit_rate_is_a_share_of_prompt_tokens_and_0_before_there_are_any():
-    assert PrefixCache(8, 4).stats().total.hit_rate == 0
+    assert explaining(8, 4).stats().total.hit_rate == 0
     assert HitCounts(requests=2, prompt_tokens=40, cached_tokens=10).hit_rate == 0.25
     cache = cached(32, 4, LONG, LONG)
     assert cache.stats().total.hit_rate == 15 / 32

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from radixkv.cache import Lease, PrefixCache
 
-from .serving import LONG, joined, run
+from .serving import LONG, explaining, joined, run
 
 
 def shared_by_table(leases: Sequence[Lease], block_size: int) -> list[int]:
@@ -45,7 +45,7 @@ def assert_right(cache: PrefixCache, leases: Sequence[Lease]) -> None:
 @pytest.mark.parametrize("block_size", [1, 4])
 @given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10), data=st.data())
 def test_neighbours_share_what_their_block_tables_share(block_size: int, prompts: list[list[int]], data: st.DataObject) -> None:
-    cache = PrefixCache(400, block_size)
+    cache = explaining(400, block_size)
     leases = []
     for prompt in prompts:
         leases.append(run(cache, np.array(prompt, dtype=np.int32), namespace=data.draw(st.sampled_from(["", "", "", "other"]))))
@@ -57,7 +57,7 @@ def test_neighbours_share_what_their_block_tables_share(block_size: int, prompts
 
 
 def test_levels_of_a_tree_are_segments_and_what_only_one_has_is_none() -> None:
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     ends = ([1, 2, 3, 4], [5, 6, 7, 8, 1, 1, 1, 1], [5, 6, 7, 8, 2, 2, 2, 2, 9])
     leases = [run(cache, joined(LONG[:8], end)) for end in ends]
     order, segments = cache.tree_order(leases)
@@ -66,7 +66,7 @@ def test_levels_of_a_tree_are_segments_and_what_only_one_has_is_none() -> None:
 
 
 def test_an_edge_split_under_running_sequences_is_noticed() -> None:
-    cache = PrefixCache(64, 4)
+    cache = explaining(64, 4)
     one, other = run(cache, LONG), run(cache, LONG)
     assert cache.tree_order([one, other]).segments.tolist() == [[0, 2, 0, 16]]
     third = run(cache, joined(LONG[:8], [9, 9, 9, 9]))
@@ -77,14 +77,14 @@ def test_an_edge_split_under_running_sequences_is_noticed() -> None:
 
 
 def test_nothing_is_shared_without_prefix_caching() -> None:
-    cache = PrefixCache(64, 4, enable_prefix_caching=False)
+    cache = explaining(64, 4, enable_prefix_caching=False)
     leases = [run(cache, LONG), run(cache, LONG)]
     order, segments = cache.tree_order(leases)
     assert (sorted(order), len(segments)) == ([0, 1], 0)
 
 
 def test_long_paths_are_given_up_rather_than_walked() -> None:
-    cache = PrefixCache(1000, 1)
+    cache = explaining(1000, 1)
     leases = [run(cache, np.array([1] * n + [2], dtype=np.int32)) for n in range(1, 400)]
     order, segments = cache.tree_order(leases[-1:] * 2)
     assert (order, len(segments)) == ([0, 1], 0)

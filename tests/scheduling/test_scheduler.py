@@ -35,7 +35,7 @@ class Simulation:
         aging: float = 256.0,
         caching: bool = True,
     ) -> None:
-        self.cache = PrefixCache(num_blocks, block_size, enable_prefix_caching=caching)
+        self.cache = PrefixCache(num_blocks, block_size, enable_prefix_caching=caching, attribution=True)
         self.scheduler = Scheduler(
             self.cache, queue_policy(policy, aging), max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
         )
