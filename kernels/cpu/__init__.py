@@ -17,6 +17,7 @@ from . import torch_ops
 from .build import library
 
 _TILE = 16  # as in gemm.h
+_DEPTH = 32  # a bfloat16 weight is padded to a multiple of it
 _MIN_HEAD_DIM = 16
 _num_threads: int | None = None
 _PLAIN_DIMS = 4  # of a cache that torch computes on; the tiled ones have 5 or 6
@@ -77,7 +78,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Ten
     outputs, inputs = weight.shape
     half = weight.dtype is torch.bfloat16
     tiles = -(-outputs // _TILE)
-    packed = _empty((tiles * _TILE * (inputs + (inputs % 2 if half else 0)),), weight.dtype)
+    packed = _empty((tiles * _TILE * (-(-inputs // _DEPTH) * _DEPTH if half else inputs),), weight.dtype)
     padded_bias = torch.zeros(tiles * _TILE)
     if bias is not None:
         padded_bias[:outputs] = bias

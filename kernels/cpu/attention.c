@@ -10,7 +10,9 @@
    (the idea of ChunkAttention, Ye et al. 2024, and Hydragen, Juravsky et al. 2024, for any number of levels). */
 #include "attention.h"
 
+#include "attention_tiles.h"
 #include "gemm.h"
+#include "matrix_tiles.h"
 #include "parallel.h"
 
 #include <math.h>
@@ -27,6 +29,7 @@ struct work { /* one thread's scratch: for all rows of an item, and for the rows
     float *values, *scores, *largest, *sum, *old_factor, *new_factor;
     void *weights; /* [rows][CHUNK]: the scores' own memory, or bfloat16 */
     void *gathered;
+    bf16 *padded; /* a tile of v: see tile_values */
 };
 
 static size_t work_layout(struct work *w, char *base, const struct attention *a) {
@@ -44,9 +47,10 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     TAKE(w->sum, padded * 4);
     TAKE(w->old_factor, padded * 4);
     TAKE(w->new_factor, padded * 4);
-    if (NARROW(half)) TAKE(w->weights, rows * CHUNK * 2);
+    if (NARROW(half)) { TAKE(w->weights, rows * CHUNK * 2); }
     else w->weights = w->scores;
     TAKE(w->gathered, CHUNK * dim * (half ? 2 : 4));
+    if (a->on_tiles) { TAKE(w->padded, TILE * dim * 2); }
 #undef TAKE
     return used;
 }
@@ -211,6 +215,10 @@ static long visible(const struct attention *a, const struct query *queries, long
     return most;
 }
 
+static void fetch_tiles(const void *const *tiles, long count, long bytes) {
+    for (long n = 0; n < count; n++) for (long line = 0; line < bytes; line += 64) FETCH((const char *)tiles[n] + line);
+}
+
 /* Partial results of a tile's queries for `heads` heads from `head` on and the chunk at `start`.  Values go to values + h * value_stride, a
    head's largest and sum to those of w, `stride` apart. */
 static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, long head, long heads, long start,
@@ -222,10 +230,11 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
     const void *k[CHUNK_TILES], *v[CHUNK_TILES], *tiles_of_head[CHUNK_TILES], *ahead[CHUNK_TILES];
     long head_elements = a->layout.block_size * dim; /* from one head's tile to the next one's; only one head if tiles are gathered */
     int direct = a->layout.tile == TILE;
+    long most = a->on_tiles ? TILE_ROWS : MAX_MR; /* rows in a panel */
     /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile; several heads, too, as theirs lie side by side and memory
        is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
 #define PANELS(p)                                                                                                                 \
-    for (long first = p->first * a->group, rows = (p->end - p->first) * a->group, panels = panel_count(rows), i = 0, row, end;    \
+    for (long first = p->first * a->group, rows = (p->end - p->first) * a->group, panels = panel_count(rows, most), i = 0, row, end;    \
          row = first + panel_start(rows, panels, i), end = first + panel_start(rows, panels, i + 1), i < panels; i++)
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         long tiles = (p->to - p->from + TILE - 1) / TILE;
@@ -242,8 +251,10 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                                    : direct                  ? element(v[t + n], h * head_elements, half)
                                                              : tiles_of_head[n];
                     long at = h * all_rows + row;
-                    score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step,
-                                w->scores + at * CHUNK + p->from - start + t * TILE);
+                    float *scores = w->scores + at * CHUNK + p->from - start + t * TILE;
+                    if (a->on_tiles && i < 2) fetch_tiles(ahead, step, TILE * dim * 2);
+                    if (a->on_tiles) tile_scores(end - row, (const bf16 *)w->q + at * dim, dim, tiles_of_head, step, scores, CHUNK);
+                    else score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step, scores);
                 }
             }
         }
@@ -274,9 +285,13 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                     long to = visible(a, queries, row, end), from = p->from + t, at = h * all_rows + row;
                     to = to < p->to ? to : p->to;
                     to = to < from + step ? to : from + step;
-                    if (to > from || from == start)
-                        value_panel(half, end - row, from == start, element(w->weights, at * CHUNK + from - start, narrow), tiles_of_head, ahead,
-                                    to - from, dim, values + h * value_stride + row * dim);
+                    if (to <= from && from > start) continue;
+                    long valid = to > from ? to - from : 0;
+                    const void *weights = element(w->weights, at * CHUNK + from - start, narrow);
+                    float *to_values = values + h * value_stride + row * dim;
+                    if (a->on_tiles && !i) fetch_tiles(ahead, (step < length - t ? step : length - t) / TILE, TILE * dim * 2);
+                    if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values);
+                    else value_panel(half, end - row, from == start, weights, tiles_of_head, ahead, valid, dim, to_values);
                 }
             }
     }
@@ -325,6 +340,7 @@ static void attention_item(void *context, long index, int thread) {
             memcpy(a->partial_sum + partial + h * of_head, w.sum + h * stride, rows * sizeof(float));
         }
     }
+    if (a->on_tiles) tiles_done();
     if (tile->partial < 0)
         for (long h = 0; h < item->heads; h++)
             for (long row = 0; row < rows; row++)
@@ -356,7 +372,8 @@ void radixkv_paged_attention(const void *q, long q_row, const void *k_cache, con
                              long group, long dim, long block_size, const int32_t *segments, long segment_count, float scale, int half,
                              int threads) {
     struct attention a = {.q = q, .k_cache = k_cache, .v_cache = v_cache, .out = out, .tables = tables, .table_stride = table_stride,
-                          .q_row = q_row, .group = group, .layout = kv_layout(kv_heads, dim, block_size, half), .scale = scale};
+                          .q_row = q_row, .group = group, .layout = kv_layout(kv_heads, dim, block_size, half), .scale = scale,
+                          .on_tiles = NARROW(half) && dim % TILE == 0 && matrix_tiles()};
     attention_plan(&a, starts, lengths, sequences, tokens, segments, segment_count, threads);
     if (a.query_count < tokens) memset(out, 0, tokens * kv_heads * group * dim * (half ? 2 : 4)); /* rows that no sequence owns */
     struct work w;

@@ -31,6 +31,7 @@ struct attention {
     long table_stride, q_row, group;
     struct kv_layout layout;
     float scale;
+    int on_tiles; /* products on matrix tiles: see attention_tiles.h */
     struct query *queries;
     struct tile *tiles;
     struct item *items;

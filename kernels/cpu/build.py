@@ -21,7 +21,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("linear.c", "attention.c", "attention_plan.c", "elementwise.c", "kv.c", "parallel.c")
+SOURCES = ("linear.c", "linear_tiles.c", "matrix_tiles.c", "attention.c", "attention_tiles.c", "attention_plan.c", "elementwise.c", "kv.c", "parallel.c")
 # Contraction off: the code says where multiply-adds are fused, so that a row has the same bits in every instance of a loop.
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC",

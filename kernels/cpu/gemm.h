@@ -110,8 +110,8 @@ INLINE void accumulate_pairs(int MR, int NT, int fetch, vf *acc, const bf16 *a, 
     }
 }
 
-/* Rows are cut into panels of at most MAX_MR, as even as can be, because small panels use the registers badly. */
-INLINE long panel_count(long rows) { return (rows + MAX_MR - 1) / MAX_MR; }
+/* Rows are cut into panels of at most so many, as even as can be, because small panels use the registers badly. */
+INLINE long panel_count(long rows, long most) { return (rows + most - 1) / most; }
 INLINE long panel_start(long rows, long panels, long p) { return rows / panels * p + (p < rows % panels ? p : rows % panels); }
 
 /* Calls CASE(1) .. CASE(6) by the value of rows, so that each instance has constant bounds. */

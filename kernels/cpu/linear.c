@@ -3,28 +3,22 @@
    Blocking as in GotoBLAS/BLIS: MC x KC of x stay in L2 while tiles of KC x 16 of the weight pass through L1; partial sums pass through
    float32 memory, which changes no bit.  The next tile is fetched from memory while a tile is multiplied, evenly over its panels:
    for 4 to 100 rows that decides the speed. */
+#include "linear.h"
+
 #include "gemm.h"
+#include "matrix_tiles.h"
 #include "parallel.h"
 
 #define KC 576 /* even */
 #define MC 144
 #define AHEAD 8192 /* bytes */
+#define MC_TILES 256 /* rows of an item on matrix tiles */
 
-struct linear {
-    const void *x; /* [M, ldx] */
-    const void *a; /* the same as the kernels take it, row stride lda: float32, or bfloat16 if DOT_PAIRS */
-    const void *w;
-    const float *bias; /* [tiles * 16] */
-    void *out; /* [M, N] */
-    long M, N, K, ldx, lda, rows_per_item, tiles, tiles_per_item, tile_items;
-    int half;
-    float *scratch; /* a block of C for each thread, then a if it isn't x */
-    long scratch_floats;
-};
+static long packed_depth(long K, int half) { return half ? (K + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH : K; }
 
-/* Weight [N, K] to [N/16][K][16] float32 or [N/16][ceil(K/2)][16][2] bfloat16, zero where N or K is padded. */
+/* Weight [N, K] to [N/16][K][16] float32 or [N/16][depth/2][16][2] bfloat16, depth K up to a multiple of 32; zero where N or K is padded. */
 void radixkv_pack_weight(const void *weight, void *packed, long N, long K, int half) {
-    long tiles = (N + TILE - 1) / TILE, depth = half ? (K + 1) / 2 * 2 : K;
+    long tiles = (N + TILE - 1) / TILE, depth = packed_depth(K, half);
     for (long t = 0; t < tiles; t++)
         for (long k = 0; k < depth; k++)
             for (long j = 0; j < TILE; j++) {
@@ -82,8 +76,12 @@ static void linear_item(void *context, long item, int thread) {
     long tile = item % l->tile_items * l->tiles_per_item, row = item / l->tile_items * l->rows_per_item;
     long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
-    long depth = l->half ? (l->K + 1) / 2 * 2 : l->K, tile_bytes = depth * TILE * (l->half ? 2 : 4);
+    long tile_bytes = l->depth * TILE * (l->half ? 2 : 4);
     long row_bytes = TILE * (l->half ? 2 : 4);
+    if (l->on_tiles) {
+        linear_on_matrix_tiles(l, row, rows, tile, tiles);
+        return;
+    }
     const char *w = (const char *)l->w + tile * tile_bytes;
     float *c = l->scratch + thread * l->scratch_floats;
     const float *bias = l->bias + tile * TILE;
@@ -92,7 +90,7 @@ static void linear_item(void *context, long item, int thread) {
     if (rows <= MAX_MR) {
         panel(l->half, rows, element(l->a, row * l->lda, narrow), l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc, w + AHEAD, row_bytes);
     } else {
-        long panels = panel_count(rows), step = WIDE(MAX_MR);
+        long panels = panel_count(rows, MAX_MR), step = WIDE(MAX_MR);
         for (long k = 0; k < l->K; k += KC) {
             long kc = l->K - k < KC ? l->K - k : KC;
             for (long t = 0; t < tiles; t += step) {
@@ -122,24 +120,36 @@ static void widen_item(void *context, long item, int thread) {
     }
 }
 
+static void pad_item(void *context, long item, int thread) {
+    (void)thread;
+    const struct linear *l = context;
+    for (long m = item * 8; m < l->M && m < item * 8 + 8; m++) {
+        bf16 *to = (bf16 *)l->a + m * l->lda;
+        memcpy(to, (const bf16 *)l->x + m * l->ldx, l->K * sizeof *to);
+        memset(to + l->K, 0, (l->lda - l->K) * sizeof *to);
+    }
+}
+
 /* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias. */
 void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
     if (M == 0 || N == 0) return;
     struct linear l = {.x = x, .a = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .lda = ldx, .half = half};
     l.tiles = (N + TILE - 1) / TILE;
-    long row_items = (M + MC - 1) / MC;
-    l.rows_per_item = panel_count((M + row_items - 1) / row_items) * MAX_MR;
+    l.depth = packed_depth(K, half);
+    l.on_tiles = half && matrix_tiles();
+    long most_rows = l.on_tiles ? MC_TILES : MC, row_items = (M + most_rows - 1) / most_rows, multiple = l.on_tiles ? 2 * TILE_ROWS : MAX_MR;
+    l.rows_per_item = ((M + row_items - 1) / row_items + multiple - 1) / multiple * multiple;
     long share = l.tiles * row_items / (threads * 6L);
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
-    int widen = half && !DOT_PAIRS;
-    l.scratch_floats = l.rows_per_item * l.tiles_per_item * TILE;
-    l.scratch = scratch((l.scratch_floats * threads + (widen ? M * K : 0)) * sizeof(float));
-    if (widen) {
-        l.lda = K;
+    int widen = half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > K;
+    l.scratch_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE;
+    l.scratch = scratch((l.scratch_floats * threads + (widen ? M * K : pad ? M * l.depth / 2 : 0)) * sizeof(float));
+    if (widen || pad) {
+        l.lda = widen ? K : l.depth;
         l.a = l.scratch + l.scratch_floats * threads;
-        parallel_for((M + 7) / 8, M * K < 65536 ? 1 : threads, widen_item, &l);
+        parallel_for((M + 7) / 8, M * K < 65536 ? 1 : threads, widen ? widen_item : pad_item, &l);
     }
     parallel_for(l.tile_items * row_items, threads, linear_item, &l);
 }

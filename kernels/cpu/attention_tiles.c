@@ -1,0 +1,98 @@
+#include "attention_tiles.h"
+
+#include "gemm.h"
+#include "matrix_tiles.h"
+
+#if MATRIX_TILES
+
+/* Registers: sums of four tiles of columns in 0 .. 3; A and B for a full depth in 4 and 5, for half of it in 6 and 7. */
+static __thread long configured_rows;
+
+static void configure(long rows) {
+    if (rows == configured_rows) return;
+    struct tile_shapes s = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 32, 64}, .rows = {rows, rows, rows, rows, rows, 16, rows, 8}};
+    tile_configure(&s);
+    configured_rows = rows;
+}
+
+void tiles_done(void) {
+    tile_release();
+    configured_rows = 0;
+}
+
+#define ZERO(n) if (NT > n) tile_zero(n);
+#define STORE(n) if (NT > n) tile_store(n, c + n * TILE, stride * 4);
+
+INLINE void score(int NT, int full, const bf16 *q, long dim, const void *const *k, float *c, long stride) {
+    ZERO(0) ZERO(1) ZERO(2) ZERO(3)
+#define STEP(n, a, b) if (NT > n) { tile_load(b, (const bf16 *)k[n] + d * TILE, 64); tile_multiply(n, a, b); }
+    if (full)
+        for (long d = 0; d < dim; d += 32) { tile_load(4, q + d, dim * 2); STEP(0, 4, 5) STEP(1, 4, 5) STEP(2, 4, 5) STEP(3, 4, 5) }
+    else
+        for (long d = 0; d < dim; d += 16) { tile_load(6, q + d, dim * 2); STEP(0, 6, 7) STEP(1, 6, 7) STEP(2, 6, 7) STEP(3, 6, 7) }
+#undef STEP
+    STORE(0) STORE(1) STORE(2) STORE(3)
+}
+
+void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride) {
+    configure(rows);
+#define SCORE(NT) dim % 32 ? score(NT, 0, q, dim, k + t, scores + t * TILE, stride) : score(NT, 1, q, dim, k + t, scores + t * TILE, stride)
+    long t = 0;
+    for (; t + 4 <= count; t += 4) SCORE(4);
+    if (count - t == 3) SCORE(3);
+    else if (count - t == 2) SCORE(2);
+    else if (count - t == 1) SCORE(1);
+#undef SCORE
+}
+
+INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *const *v, const bf16 *last, long whole, long dim, float *c) {
+#define LOAD(n) if (NT > n) tile_load(n, c + n * TILE, dim * 4);
+    if (begin) { ZERO(0) ZERO(1) ZERO(2) ZERO(3) }
+    else { LOAD(0) LOAD(1) LOAD(2) LOAD(3) }
+#undef LOAD
+#define STEP(n) if (NT > n) { tile_load(7, b + n * 2 * TILE, dim * 4); tile_multiply(n, 6, 7); }
+    for (long t = 0; t < whole + (last != 0); t++) {
+        const bf16 *b = t < whole ? v[t] : last;
+        tile_load(6, p + t * TILE, stride * 2);
+        STEP(0) STEP(1) STEP(2) STEP(3)
+    }
+#undef STEP
+    stride = dim;
+    STORE(0) STORE(1) STORE(2) STORE(3)
+}
+
+void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values) {
+    configure(rows);
+    long whole = valid / TILE, rest = valid % TILE;
+    if (rest) { /* what nobody wrote may be anything, and 0 times that is not 0 */
+        long pairs = rest / 2 * 2 * dim;
+        memcpy(padded, v[whole], pairs * sizeof *padded);
+        memset(padded + pairs, 0, (TILE * dim - pairs) * sizeof *padded);
+        if (rest % 2) for (long d = 0; d < dim; d++) padded[pairs + 2 * d] = ((const bf16 *)v[whole])[pairs + 2 * d];
+    }
+    const bf16 *last = rest ? padded : 0;
+    long d = 0; /* a column's pairs lie side by side */
+#define VALUE(NT)                                                                                                                 \
+    do {                                                                                                                          \
+        const void *from[16];                                                                                                     \
+        for (long t = 0; t < whole; t++) from[t] = (const bf16 *)v[t] + 2 * d;                                                    \
+        value(NT, begin, p, stride, from, last ? last + 2 * d : 0, whole, dim, values + d);                                       \
+    } while (0)
+    for (; d + 4 * TILE <= dim; d += 4 * TILE) VALUE(4);
+    if (dim - d == 3 * TILE) VALUE(3);
+    else if (dim - d == 2 * TILE) VALUE(2);
+    else if (dim - d == TILE) VALUE(1);
+#undef VALUE
+}
+
+#else
+
+void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride) {
+    (void)rows, (void)q, (void)dim, (void)k, (void)count, (void)scores, (void)stride;
+}
+void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values) {
+    (void)rows, (void)begin, (void)p, (void)stride, (void)v, (void)valid, (void)dim, (void)padded, (void)values;
+}
+void tiles_done(void) {}
+
+#endif

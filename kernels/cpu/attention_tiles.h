@@ -1,0 +1,13 @@
+/* attention.c's two products on matrix tiles, for panels of up to 16 rows.  `dim` is a multiple of 16, all is bfloat16 but the results. */
+#pragma once
+#include "vec.h"
+
+/* scores[rows][..] = q k for `count` tiles of 16 tokens; rows of scores are `stride` apart. */
+void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride);
+
+/* values[rows][dim] = p v, or += unless it is the beginning, over `valid` tokens; rows of p are `stride` apart, and 0 from `valid` to the
+   end of its tile.  `padded` is scratch for a tile of v. */
+void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values);
+
+/* At the end of an item: the registers are free. */
+void tiles_done(void);
