@@ -7,8 +7,9 @@ A backend is a module with the functions of :class:`Backend`.  ``reference`` is 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -47,8 +48,40 @@ class AttentionMetadata:
         return replace(self, query_start_loc=starts, positions=positions, slot_mapping=slots, max_query_len=1)
 
 
+class DecoderLayer(NamedTuple):
+    """One decoder layer's weights; ``next_norm`` is the input norm of the layer after it, or the model's last norm."""
+
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
+    post_norm: Tensor
+    next_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class DecoderShape(NamedTuple):
+    """What all layers of a model have in common; ``cos_sin`` as :meth:`Backend.rope` takes it."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    cos_sin: Tensor
+
+
+FusedLayers = Callable[[Tensor, Tensor, AttentionMetadata, Tensor | None], Tensor]
+"""All layers as one call: normed input, residual, batch and rows wanted, as in ``Llama.forward``, to the last norm's output."""
+
+
 class Backend(Protocol):
-    """What a backend module provides.  Shapes: T tokens, H query heads, G KV heads, D head dim, N x K weights."""
+    """What a backend module provides.  Shapes: T tokens, H query heads, G KV heads, D head dim, N x K weights.
+
+    One that runs all layers of a model in one call has ``fuse_layers(layers, kv, shape) -> FusedLayers | None``, too: see ``cpu``.
+    """
 
     def allocate_kv(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device

@@ -7,14 +7,16 @@ calls, so each costs a few microseconds: no temporaries, and only pointers and i
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .. import AttentionMetadata
+from .. import AttentionMetadata, DecoderLayer, DecoderShape, FusedLayers
 from . import torch_ops
 from .build import library
+from .decoder import NativeDecoder
 
 _TILE = 16  # as in gemm.h
 _DEPTH = 32  # a bfloat16 weight is padded to a multiple of it
@@ -209,6 +211,14 @@ def paged_attention(
         cache_shape[2] * cache_shape[4], pointer, num_segments, scale, dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
+
+
+def fuse_layers(layers: Sequence[DecoderLayer], kv: Sequence[tuple[Tensor, Tensor]], shape: DecoderShape) -> FusedLayers | None:
+    """All layers over their K/V storage as one call of C, a :class:`.NativeDecoder`; None where torch computes."""
+    if kv[0][0].dim() == _PLAIN_DIMS or not isinstance(layers[0].qkv, PackedLinear):
+        return None
+    decoder = NativeDecoder(layers, kv, shape)
+    return lambda x, residual, metadata, rows: decoder(x, residual, metadata, rows, num_threads())
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:

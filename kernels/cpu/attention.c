@@ -13,6 +13,7 @@
 #include "attention_tiles.h"
 #include "gemm.h"
 #include "matrix_tiles.h"
+#include "operations.h"
 #include "parallel.h"
 
 #include <math.h>

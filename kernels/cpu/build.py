@@ -21,7 +21,10 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("linear.c", "linear_tiles.c", "matrix_tiles.c", "attention.c", "attention_tiles.c", "attention_plan.c", "elementwise.c", "kv.c", "parallel.c")
+SOURCES = (
+    "decoder.c", "linear.c", "linear_tiles.c", "attention.c", "attention_tiles.c", "attention_plan.c", "matrix_tiles.c",
+    "elementwise.c", "kv.c", "parallel.c",
+)  # fmt: skip
 # Contraction off: the code says where multiply-adds are fused, so that a row has the same bits in every instance of a loop.
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC",
@@ -34,6 +37,7 @@ _SIGNATURES = {
     "radixkv_advise_huge_pages": [_POINTER, _LONG],
     "radixkv_pack_weight": [_POINTER] * 2 + [_LONG] * 2 + [_INT],
     "radixkv_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
+    "radixkv_decoder_layers": [_POINTER, _LONG] + [_POINTER] * 5 + [_INT],
     "radixkv_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT] + [_INT] * 2,
     "radixkv_silu_mul": [_POINTER] * 2 + [_LONG] * 2 + [_INT] * 2,
     "radixkv_rope": [_POINTER, _LONG] * 2 + [_POINTER] * 2 + [_LONG] * 4 + [_INT] * 2,

@@ -2,6 +2,7 @@
 
    In bfloat16, values are rounded where Hugging Face's Llama rounds them. */
 #include "gemm.h"
+#include "operations.h"
 #include "parallel.h"
 
 #include <math.h>
@@ -71,6 +72,31 @@ void radixkv_rms_norm(const void *x, void *residual, const void *weight, void *o
                       int threads) {
     struct rows r = {.x = x, .weight = weight, .residual = residual, .out = out, .rows = rows, .dim = dim, .eps = eps, .half = half};
     for_rows(&r, norm_item, threads);
+}
+
+struct heads {
+    void *x;
+    const void *weight;
+    long row, tokens, heads, dim;
+    float eps;
+    int half;
+};
+
+static void head_norm_item(void *context, long item, int thread) {
+    (void)thread;
+    struct heads *r = context;
+    for (long i = item * ROWS_PER_ITEM; i < r->tokens && i < (item + 1) * ROWS_PER_ITEM; i++)
+        for (long h = 0; h < r->heads; h++) {
+            char *x = element(r->x, i * r->row + h * r->dim, r->half);
+            if (r->half) norm_row(x, r->weight, x, r->dim, r->eps, 1);
+            else norm_row(x, r->weight, x, r->dim, r->eps, 0);
+        }
+}
+
+/* x [tokens, heads, dim], rows `row` elements apart: each head = RMSNorm(head) * weight, in place. */
+void radixkv_head_norm(void *x, long row, const void *weight, long tokens, long heads, long dim, float eps, int half, int threads) {
+    struct heads r = {x, weight, row, tokens, heads, dim, eps, half};
+    parallel_for((tokens + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM, tokens * heads * dim < PARALLEL_ABOVE ? 1 : threads, head_norm_item, &r);
 }
 
 INLINE vf silu(vf x) {

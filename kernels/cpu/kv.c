@@ -1,6 +1,7 @@
 /* Writing K and V into blocks, and copying the leading rows of a block. */
 #include "kv.h"
 
+#include "operations.h"
 #include "parallel.h"
 #include "vec.h"
 

@@ -7,6 +7,7 @@
 
 #include "gemm.h"
 #include "matrix_tiles.h"
+#include "operations.h"
 #include "parallel.h"
 
 #define KC 576 /* even */

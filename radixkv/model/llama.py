@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from radixkv.kernels import AttentionMetadata, Backend
+from radixkv.kernels import AttentionMetadata, Backend, DecoderLayer, DecoderShape, FusedLayers
 from radixkv.model.config import ModelConfig
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.rope import cos_sin_table
-
-
-class Layer(NamedTuple):
-    """One decoder layer's weights; ``next_norm`` is the input norm of the layer after it, or the model's last norm."""
-
-    qkv: Any
-    o: Any
-    gate_up: Any
-    down: Any
-    post_norm: Tensor
-    next_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
 
 
 class Llama:
@@ -50,14 +37,14 @@ class Llama:
             bias = torch.cat([get(f"{prefix}.{name}.bias") for name in names]) if has_bias else None
             return backend.pack_linear(weight, bias)
 
-        self._layers: list[Layer] = []
+        self._layers: list[DecoderLayer] = []
         self._first_norm = get("model.layers.0.input_layernorm.weight")
         for i in range(config.num_layers):
             prefix = f"model.layers.{i}"
             attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
             last = i + 1 == config.num_layers
             self._layers.append(
-                Layer(
+                DecoderLayer(
                     qkv=packed(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
                     o=packed(attention, ("o_proj",), config.o_bias),
                     gate_up=packed(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
@@ -68,6 +55,8 @@ class Llama:
                     k_norm=get(f"{attention}.k_norm.weight") if config.qk_norm else None,
                 )
             )
+        self._fused: tuple[KVStorage, FusedLayers | None] | None = None
+        """The layers as one call, and the storage they write into."""
         head = self._embedding if config.tie_word_embeddings else get("lm_head.weight")
         self._lm_head = backend.pack_linear(head, None)
 
@@ -79,17 +68,18 @@ class Llama:
 
         All K/V of a layer are written before its attention reads: a sequence may read blocks that another fills in this step.
         """
-        # Bound to locals: a decode step on a CPU is short enough for attribute look-ups in 30 layers to count.
-        backend = self._backend
+        backend, config = self._backend, self.config
+        residual = functional.embedding(token_ids, self._embedding)
+        x: Tensor = backend.rms_norm(residual, self._first_norm, config.rms_norm_eps)
+        if (fused := self._fused_layers(kv)) is not None:
+            return fused(x, residual, metadata, rows)
+
         linear, add_rms_norm, silu_mul = backend.linear, backend.add_rms_norm, backend.silu_mul
         rope, write_kv, paged_attention = backend.rope, backend.write_kv, backend.paged_attention
-        heads = [self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads]
-        head_dim, eps, scale, cos_sin = self.config.head_dim, self.config.rms_norm_eps, self._scale, self._cos_sin
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        head_dim, eps, scale, cos_sin = config.head_dim, config.rms_norm_eps, self._scale, self._cos_sin
         positions, slots = metadata.positions, metadata.slot_mapping
         num_tokens = token_ids.shape[0]
-
-        residual = functional.embedding(token_ids, self._embedding)
-        x: Tensor = backend.rms_norm(residual, self._first_norm, eps)
         for layer, (k_cache, v_cache) in zip(self._layers, kv.layers, strict=True):
             qkv, o, gate_up, down, post_norm, next_norm, q_norm, k_norm = layer
             q, k, v = linear(x, qkv).view(num_tokens, -1, head_dim).split_with_sizes(heads, 1)
@@ -103,6 +93,14 @@ class Llama:
             x = add_rms_norm(linear(attended, o), residual, post_norm, eps)
             x = add_rms_norm(linear(silu_mul(linear(x, gate_up)), down), residual, next_norm, eps)
         return x
+
+    def _fused_layers(self, kv: KVStorage) -> FusedLayers | None:
+        """All layers over ``kv`` as one call of the backend, if it has that."""
+        if self._fused is None or self._fused[0] is not kv:
+            fuse, c = getattr(self._backend, "fuse_layers", None), self.config
+            shape = DecoderShape(c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, self._scale, self._cos_sin)
+            self._fused = kv, fuse(self._layers, kv.layers, shape) if fuse is not None else None
+        return self._fused[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[n, vocab]`` of hidden states ``[n, hidden]``."""

@@ -50,6 +50,7 @@ def test_linear_agrees_with_float64_at_model_shapes(dtype: torch.dtype, outputs:
         check_against_float64(*make(rows, outputs, inputs, dtype))
 
 
+@pytest.mark.parametrize("dtype", ["native-float32", "native-bfloat16"], indirect=True)  # torch promises nothing
 @pytest.mark.parametrize(("outputs", "inputs"), [(200, 576), (72, 1536)])
 def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     x, weight, bias = make(512, outputs, inputs, dtype)
@@ -60,6 +61,7 @@ def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(dtype
             assert torch.equal(cpu.linear(x[first : first + rows], packed), whole[first : first + rows]), (rows, first)
 
 
+@pytest.mark.parametrize("dtype", ["native-float32", "native-bfloat16"], indirect=True)  # torch promises nothing
 def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     x, weight, bias = make(300, 333, 700, dtype)
     packed = cpu.pack_linear(weight, bias)
