@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,14 +94,25 @@ def linear(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Te
     """``x @ weight.T + bias``: ``[T, K] -> [T, N]``; summed in float32, K in order. Raises ValueError on another K or dtype."""
     if not isinstance(packed, PackedLinear):
         return torch_ops.linear(x, packed)
+    return _product(library().radixkv_linear, x, packed, packed.num_outputs)
+
+
+def gated_linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    """``silu_mul(linear(x, packed))`` in one pass and to the bit, for a number of outputs that is a multiple of 32."""
+    if packed.num_outputs % (2 * _TILE):
+        raise ValueError(f"gated_linear takes a multiple of {2 * _TILE} outputs, got {packed.num_outputs}")
+    return _product(library().radixkv_gated_linear, x, packed, packed.num_outputs // 2)
+
+
+def _product(function: Any, x: Tensor, packed: PackedLinear, outputs: int) -> Tensor:
     rows, inputs = x.shape
     if inputs != packed.num_inputs or x.dtype is not packed.weight.dtype:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight takes {packed.weight.dtype} rows of {packed.num_inputs}")
     if not x.is_contiguous():
         x = x.contiguous()
-    out = torch.empty((rows, packed.num_outputs), dtype=x.dtype)
-    library().radixkv_linear(
-        x.data_ptr(), inputs, packed.weight_pointer, packed.bias_pointer, out.data_ptr(), rows, packed.num_outputs, inputs,
+    out = torch.empty((rows, outputs), dtype=x.dtype)
+    function(
+        x.data_ptr(), inputs, packed.weight_pointer, packed.bias_pointer, out.data_ptr(), rows, outputs, inputs,
         x.dtype is torch.bfloat16, num_threads(),
     )  # fmt: skip
     return out
@@ -215,7 +227,8 @@ def paged_attention(
 
 def fuse_layers(layers: Sequence[DecoderLayer], kv: Sequence[tuple[Tensor, Tensor]], shape: DecoderShape) -> FusedLayers | None:
     """All layers over their K/V storage as one call of C, a :class:`.NativeDecoder`; None where torch computes."""
-    if kv[0][0].dim() == _PLAIN_DIMS or not isinstance(layers[0].qkv, PackedLinear):
+    gate_up = layers[0].gate_up
+    if kv[0][0].dim() == _PLAIN_DIMS or not isinstance(gate_up, PackedLinear) or gate_up.num_outputs % (2 * _TILE):
         return None
     decoder = NativeDecoder(layers, kv, shape)
     return lambda x, residual, metadata, rows: decoder(x, residual, metadata, rows, num_threads())

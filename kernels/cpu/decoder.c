@@ -42,7 +42,7 @@ static void gather(const void *x, long stride, void *to, long width, const int64
 }
 
 /* x [tokens, hidden]: the first layer's normed input, at last the last norm's output (its first `sampled` rows, if some are wanted only);
-   residual the same shape.  scratch: tokens * (qkv outputs + q_heads * head_dim + hidden + 3/2 gate_up outputs) elements. */
+   residual the same shape.  scratch: tokens * (qkv outputs + q_heads * head_dim + hidden + gate_up outputs / 2) elements. */
 void radixkv_decoder_layers(const struct layer *layers, long count, const struct shape *s, const struct batch *b, void *x, void *residual,
                             void *scratch, int threads) {
     int half = s->half;
@@ -50,7 +50,7 @@ void radixkv_decoder_layers(const struct layer *layers, long count, const struct
     const int32_t *starts = b->starts;
     long mlp = layers->gate_up.outputs / 2;
     char *qkv = scratch, *attended = element(qkv, rows * qkv_width, half), *y = element(attended, rows * q_width, half),
-         *gate_up = element(y, rows * s->hidden, half), *activated = element(gate_up, rows * 2 * mlp, half);
+         *activated = element(y, rows * s->hidden, half);
     for (const struct layer *l = layers; l < layers + count; l++) {
         multiply(&l->qkv, x, qkv, rows, half, threads);
         char *q = qkv, *k = element(qkv, q_width, half), *v = element(k, kv_width, half);
@@ -68,8 +68,7 @@ void radixkv_decoder_layers(const struct layer *layers, long count, const struct
                                 s->kv_heads, s->q_heads / s->kv_heads, dim, s->block_size, b->segments, b->segment_count, s->scale, half, threads);
         multiply(&l->o, attended, y, rows, half, threads);
         radixkv_rms_norm(y, residual, l->post_norm, x, rows, s->hidden, s->eps, half, threads);
-        multiply(&l->gate_up, x, gate_up, rows, half, threads);
-        radixkv_silu_mul(gate_up, activated, rows, mlp, half, threads);
+        radixkv_gated_linear(x, s->hidden, l->gate_up.weight, l->gate_up.bias, activated, rows, mlp, s->hidden, half, threads);
         multiply(&l->down, activated, y, rows, half, threads);
         radixkv_rms_norm(y, residual, l->next_norm, x, rows, s->hidden, s->eps, half, threads);
     }

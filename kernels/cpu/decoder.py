@@ -61,8 +61,11 @@ class NativeDecoder:
         )  # fmt: skip
         first = layers[0]
         self._row_elements = (
-            first.qkv.num_outputs + shape.num_heads * shape.head_dim + shape.hidden_size + first.gate_up.num_outputs * 3 // 2
+            first.qkv.num_outputs + shape.num_heads * shape.head_dim + shape.hidden_size + first.gate_up.num_outputs // 2
         )
+
+        self._scratch = torch.empty(0, dtype=self._dtype)
+        """Grows only: memory fresh from the system is cleared page by page, which takes longer than some of the layers."""
 
     def __call__(self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, rows: Tensor | None, num_threads: int) -> Tensor:
         tokens, kept = len(x), []
@@ -84,10 +87,11 @@ class NativeDecoder:
         if rows is not None:
             batch.sampled_rows, batch.sampled = pointer(rows, int64), len(rows)
             batch.sampled_starts = pointer(metadata.of_last_tokens(rows).query_start_loc, int32)
-        scratch = torch.empty(tokens * self._row_elements, dtype=self._dtype)
+        if len(self._scratch) < tokens * self._row_elements:
+            self._scratch = torch.empty(tokens * self._row_elements, dtype=self._dtype)
         library().radixkv_decoder_layers(
             self._layers, len(self._layers), ctypes.byref(self._shape), ctypes.byref(batch), pointer(x, self._dtype),
-            pointer(residual, self._dtype), scratch.data_ptr(), num_threads,
+            pointer(residual, self._dtype), self._scratch.data_ptr(), num_threads,
         )  # fmt: skip
         return x if rows is None else x[: len(rows)]
 

@@ -4,6 +4,7 @@
 #include "gemm.h"
 #include "operations.h"
 #include "parallel.h"
+#include "silu.h"
 
 #include <math.h>
 
@@ -97,16 +98,6 @@ static void head_norm_item(void *context, long item, int thread) {
 void radixkv_head_norm(void *x, long row, const void *weight, long tokens, long heads, long dim, float eps, int half, int threads) {
     struct heads r = {x, weight, row, tokens, heads, dim, eps, half};
     parallel_for((tokens + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM, tokens * heads * dim < PARALLEL_ABOVE ? 1 : threads, head_norm_item, &r);
-}
-
-INLINE vf silu(vf x) {
-    vf bounded = vselect(x < -87.0f, vset(-87.0f), vselect(x > 87.0f, vset(87.0f), x));
-    return vselect(x < -87.0f, vset(0), x / (vset(1.0f) + vexp(-bounded))); /* e^87 is nearly as large as float32 gets */
-}
-
-INLINE vf silu_mul(vf gate, vf up, int half) {
-    vf g = silu(gate);
-    return (half ? vround_bf16(g) : g) * up;
 }
 
 INLINE void silu_mul_row(const void *gate, const void *up, void *out, long dim, int half) {

@@ -9,6 +9,7 @@
 #include "matrix_tiles.h"
 #include "operations.h"
 #include "parallel.h"
+#include "silu.h"
 
 #define KC 576 /* even */
 #define MC 144
@@ -62,13 +63,54 @@ static void panel(int half, long rows, const void *a, long lda, const char *b, l
 #undef WIDTH
 }
 
-static void store(const struct linear *l, const float *c, long ldc, long row, long rows, long tile, long tiles) {
-    long first = tile * TILE, columns = (tile + tiles) * TILE < l->N ? tiles * TILE : l->N - first;
-    for (long m = 0; m < rows; m++) {
-        const float *from = c + m * ldc;
+INLINE void put(const struct linear *l, const float *c, const float *bias, const float *up, long ldc, long row, long rows, long first,
+                long columns, int half, int gated) {
+    for (long m = 0; m < rows; m++, c += ldc, up += ldc) {
         long to = (row + m) * l->N + first, j = 0;
-        for (; j + VL <= columns; j += VL) store_from_float(l->out, to + j, vload(from + j), l->half);
-        for (; j < columns; j++) put_float(l->out, to + j, from[j], l->half);
+        for (; j < columns; j += VL) { /* c goes on to the end of its tile */
+            vf v = vload(c + j);
+            if (bias) v += vload(bias + j);
+            if (gated) {
+                vf u = vload(up + j);
+                if (bias) u += vload(bias + l->N + j);
+                v = silu_mul(half ? vround_bf16(v) : v, half ? vround_bf16(u) : u, half);
+            }
+            if (j + VL <= columns) store_from_float(l->out, to + j, v, half);
+            else for (long i = 0; j + i < columns; i++) put_float(l->out, to + j + i, v[i], half);
+        }
+    }
+}
+
+void linear_put(const struct linear *l, const float *c, const float *bias, const float *up, long ldc, long row, long rows, long tile, long tiles) {
+    long first = tile * TILE, columns = first + tiles * TILE < l->N ? tiles * TILE : l->N - first;
+#define PUT(half, gated) put(l, c, bias, up, ldc, row, rows, first, columns, half, gated)
+    if (l->gated) l->half ? PUT(1, 1) : PUT(0, 1);
+    else l->half ? PUT(1, 0) : PUT(0, 0);
+#undef PUT
+}
+
+/* C[rows][tiles * TILE] of rows from `row` and tiles from `tile` of the packed weight. */
+static void multiply(const struct linear *l, float *c, long row, long rows, long tile, long tiles) {
+    long tile_bytes = l->depth * TILE * (l->half ? 2 : 4), row_bytes = TILE * (l->half ? 2 : 4), ldc = tiles * TILE;
+    const char *w = (const char *)l->w + tile * tile_bytes;
+    const float *bias = l->bias + tile * TILE;
+    int narrow = l->half && DOT_PAIRS; /* element size of a */
+    if (rows <= MAX_MR) {
+        panel(l->half, rows, element(l->a, row * l->lda, narrow), l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc, w + AHEAD, row_bytes);
+        return;
+    }
+    long panels = panel_count(rows, MAX_MR), step = WIDE(MAX_MR);
+    for (long k = 0; k < l->K; k += KC) {
+        long kc = l->K - k < KC ? l->K - k : KC;
+        for (long t = 0; t < tiles; t += step) {
+            const char *b = w + t * tile_bytes + k * row_bytes;
+            const char *next = t + step < tiles ? b + step * tile_bytes : k + KC < l->K ? w + (k + KC) * row_bytes : w + tiles * tile_bytes;
+            for (long p = 0; p < panels; p++) {
+                long m = panel_start(rows, panels, p), count = panel_start(rows, panels, p + 1) - m;
+                panel(l->half, count, element(l->a, (row + m) * l->lda + k, narrow), l->lda, b, tile_bytes, tiles - t < step ? tiles - t : step, kc,
+                      k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc, next + m * kc / rows * row_bytes, (row_bytes * count + rows - 1) / rows);
+            }
+        }
     }
 }
 
@@ -77,36 +119,14 @@ static void linear_item(void *context, long item, int thread) {
     long tile = item % l->tile_items * l->tiles_per_item, row = item / l->tile_items * l->rows_per_item;
     long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
-    long tile_bytes = l->depth * TILE * (l->half ? 2 : 4);
-    long row_bytes = TILE * (l->half ? 2 : 4);
     if (l->on_tiles) {
         linear_on_matrix_tiles(l, row, rows, tile, tiles);
         return;
     }
-    const char *w = (const char *)l->w + tile * tile_bytes;
-    float *c = l->scratch + thread * l->scratch_floats;
-    const float *bias = l->bias + tile * TILE;
-    int narrow = l->half && DOT_PAIRS; /* element size of a */
-    long ldc = tiles * TILE;
-    if (rows <= MAX_MR) {
-        panel(l->half, rows, element(l->a, row * l->lda, narrow), l->lda, w, tile_bytes, tiles, l->K, bias, c, ldc, w + AHEAD, row_bytes);
-    } else {
-        long panels = panel_count(rows, MAX_MR), step = WIDE(MAX_MR);
-        for (long k = 0; k < l->K; k += KC) {
-            long kc = l->K - k < KC ? l->K - k : KC;
-            for (long t = 0; t < tiles; t += step) {
-                const char *b = w + t * tile_bytes + k * row_bytes;
-                const char *next = t + step < tiles ? b + step * tile_bytes : k + KC < l->K ? w + (k + KC) * row_bytes : w + tiles * tile_bytes;
-                for (long p = 0; p < panels; p++) {
-                    long m = panel_start(rows, panels, p), count = panel_start(rows, panels, p + 1) - m;
-                    panel(l->half, count, element(l->a, (row + m) * l->lda + k, narrow), l->lda, b, tile_bytes, tiles - t < step ? tiles - t : step, kc,
-                          k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc, next + m * kc / rows * row_bytes,
-                          (row_bytes * count + rows - 1) / rows);
-                }
-            }
-        }
-    }
-    store(l, c, ldc, row, rows, tile, tiles);
+    float *c = l->scratch + thread * l->scratch_floats, *up = c + rows * tiles * TILE;
+    multiply(l, c, row, rows, tile, tiles);
+    if (l->gated) multiply(l, up, row, rows, l->tiles + tile, tiles);
+    linear_put(l, c, 0, up, tiles * TILE, row, rows, tile, tiles);
 }
 
 static void widen_item(void *context, long item, int thread) {
@@ -131,26 +151,35 @@ static void pad_item(void *context, long item, int thread) {
     }
 }
 
-/* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias. */
-void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
-    if (M == 0 || N == 0) return;
-    struct linear l = {.x = x, .a = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .lda = ldx, .half = half};
-    l.tiles = (N + TILE - 1) / TILE;
-    l.depth = packed_depth(K, half);
-    l.on_tiles = half && matrix_tiles();
-    long most_rows = l.on_tiles ? MC_TILES : MC, row_items = (M + most_rows - 1) / most_rows, multiple = l.on_tiles ? 2 * TILE_ROWS : MAX_MR;
-    l.rows_per_item = ((M + row_items - 1) / row_items + multiple - 1) / multiple * multiple;
+static void run(struct linear l, int threads) {
+    if (l.M == 0 || l.N == 0) return;
+    l.a = l.x, l.lda = l.ldx;
+    l.tiles = (l.N + TILE - 1) / TILE;
+    l.depth = packed_depth(l.K, l.half);
+    l.on_tiles = l.half && matrix_tiles();
+    long most_rows = l.on_tiles ? MC_TILES : MC, row_items = (l.M + most_rows - 1) / most_rows, multiple = l.on_tiles ? 2 * TILE_ROWS : MAX_MR;
+    l.rows_per_item = ((l.M + row_items - 1) / row_items + multiple - 1) / multiple * multiple;
     long share = l.tiles * row_items / (threads * 6L);
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
-    int widen = half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > K;
-    l.scratch_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE;
-    l.scratch = scratch((l.scratch_floats * threads + (widen ? M * K : pad ? M * l.depth / 2 : 0)) * sizeof(float));
+    int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
+    l.scratch_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
+    l.scratch = scratch((l.scratch_floats * threads + (widen ? l.M * l.K : pad ? l.M * l.depth / 2 : 0)) * sizeof(float));
     if (widen || pad) {
-        l.lda = widen ? K : l.depth;
+        l.lda = widen ? l.K : l.depth;
         l.a = l.scratch + l.scratch_floats * threads;
-        parallel_for((M + 7) / 8, M * K < 65536 ? 1 : threads, widen ? widen_item : pad_item, &l);
+        parallel_for((l.M + 7) / 8, l.M * l.K < 65536 ? 1 : threads, widen ? widen_item : pad_item, &l);
     }
     parallel_for(l.tile_items * row_items, threads, linear_item, &l);
+}
+
+/* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias. */
+void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
+    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half}, threads);
+}
+
+/* out [M, N] = silu(gate) * up, where x @ weight.T + bias has gate [M, N] beside up [M, N]; N a multiple of TILE. */
+void radixkv_gated_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
+    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .gated = 1}, threads);
 }

@@ -32,12 +32,14 @@ struct tile_shapes {
 
 #if MATRIX_TILES && !defined(EMULATE_TILES)
 /* The compiler doesn't know that these read memory. */
-#define WRITTEN __asm__ volatile("" ::: "memory")
-#define tile_configure(shapes) do { WRITTEN; _tile_loadconfig(shapes); } while (0)
+#define READS(p) __asm__ volatile("" ::"r"(p) : "memory")
+#define tile_configure(shapes) do { READS(shapes); _tile_loadconfig(shapes); } while (0)
 #define tile_release() _tile_release()
 #define tile_zero(t) _tile_zero(t)
-#define tile_load(t, p, stride) do { WRITTEN; _tile_loadd(t, p, stride); } while (0)
-#define tile_store(t, p, stride) do { _tile_stored(t, p, stride); WRITTEN; } while (0)
+#define tile_load(t, p, stride) do { READS(p); _tile_loadd(t, p, stride); } while (0)
+/* tile_load of what need not stay in L1 */
+#define tile_stream(t, p, stride) do { READS(p); _tile_stream_loadd(t, p, stride); } while (0)
+#define tile_store(t, p, stride) do { _tile_stored(t, p, stride); READS(p); } while (0)
 #define tile_multiply(c, a, b) _tile_dpbf16ps(c, a, b)
 #elif MATRIX_TILES
 static __thread struct {
@@ -52,6 +54,7 @@ static inline void tile_load(int t, const void *p, long stride) {
     tile_zero(t);
     for (long row = 0; row < emulated.shapes.rows[t]; row++) memcpy(emulated.tile[t][row], (const char *)p + row * stride, emulated.shapes.bytes[t]);
 }
+#define tile_stream tile_load
 static inline void tile_store(int t, void *p, long stride) {
     for (long row = 0; row < emulated.shapes.rows[t]; row++) memcpy((char *)p + row * stride, emulated.tile[t][row], emulated.shapes.bytes[t]);
 }

@@ -73,6 +73,25 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["native-float32", "native-bfloat16"], indirect=True)  # torch has none
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 40), (96, 64), (640, 576)])
+def test_a_gated_product_has_the_bits_of_product_and_activation(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    x, weight, bias = make(300, outputs, inputs, dtype)
+    for packed in (cpu.pack_linear(weight, bias), cpu.pack_linear(weight, None)):
+        assert isinstance(packed, cpu.PackedLinear)
+        for rows in (1, 5, 16, 17, 31, 32, 33, 64, 100, 300):
+            assert torch.equal(cpu.gated_linear(x[:rows], packed), cpu.silu_mul(cpu.linear(x[:rows], packed))), rows
+
+
+@pytest.mark.usefixtures("native")
+def test_a_gated_product_that_is_not_of_whole_tiles_is_refused() -> None:
+    _, weight, _ = make(1, 40, 64, torch.float32)
+    packed = cpu.pack_linear(weight, None)
+    assert isinstance(packed, cpu.PackedLinear)
+    with pytest.raises(ValueError, match="multiple of 32 outputs, got 40"):
+        cpu.gated_linear(torch.zeros(1, 64), packed)
+
+
 def test_rows_that_are_not_contiguous_are_multiplied_alike(dtype: torch.dtype) -> None:
     x, weight, bias = make(9, 40, 64, dtype)
     packed = cpu.pack_linear(weight, bias)
