@@ -167,9 +167,11 @@ static void value_panel(int half, long rows, int begin, const void *p, const voi
 INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, long limit, long used, float *largest, float *sum) {
     long end = (limit + VL - 1) / VL * VL;
     for (long t = limit; t < end; t++) scores[t] = -INFINITY; /* they may hold anything */
-    vf most = vset(-INFINITY), total = vset(0);
-    for (long t = 0; t < end; t += VL) most = vmax(most, vload(scores + t));
-    vf top = vset(vmax_lanes(most)) * vset(scale);
+    vf most[4] = {vset(-INFINITY), vset(-INFINITY), vset(-INFINITY), vset(-INFINITY)}, total = vset(0);
+    long done = end / (4 * VL) * (4 * VL);
+    for (long t = 0; t < done; t += 4 * VL) UNROLL for (int i = 0; i < 4; i++) most[i] = vmax(most[i], vload(scores + t + i * VL));
+    for (long t = done; t < end; t += VL) most[0] = vmax(most[0], vload(scores + t));
+    vf top = vset(vmax_lanes(vmax(vmax(most[0], most[1]), vmax(most[2], most[3])))) * vset(scale);
     for (long t = 0; t < end; t += VL) {
         vf p = vexp2_of(vfma(vload(scores + t), vset(scale), vset(0) - top), narrow);
         store_from_float(weights, t, p, narrow);
@@ -232,6 +234,8 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
     long head_elements = a->layout.block_size * dim; /* from one head's tile to the next one's; only one head if tiles are gathered */
     int direct = a->layout.tile == TILE;
     long most = a->on_tiles ? TILE_ROWS : MAX_MR; /* rows in a panel */
+    /* The tiles of one prefill read the same keys one after the other: those are in cache. */
+    int fetch = a->on_tiles && (tile->count == 1 || queries[0].sequence != queries[tile->count - 1].sequence);
     /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile; several heads, too, as theirs lie side by side and memory
        is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
 #define PANELS(p)                                                                                                                 \
@@ -253,7 +257,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                                                              : tiles_of_head[n];
                     long at = h * all_rows + row;
                     float *scores = w->scores + at * CHUNK + p->from - start + t * TILE;
-                    if (a->on_tiles && i < 2) fetch_tiles(ahead, step, TILE * dim * 2);
+                    if (fetch && i < 2) fetch_tiles(ahead, step, TILE * dim * 2);
                     if (a->on_tiles) tile_scores(end - row, (const bf16 *)w->q + at * dim, dim, tiles_of_head, step, scores, CHUNK);
                     else score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step, scores);
                 }
@@ -290,7 +294,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                     long valid = to > from ? to - from : 0;
                     const void *weights = element(w->weights, at * CHUNK + from - start, narrow);
                     float *to_values = values + h * value_stride + row * dim;
-                    if (a->on_tiles && !i) fetch_tiles(ahead, (step < length - t ? step : length - t) / TILE, TILE * dim * 2);
+                    if (fetch && !i) fetch_tiles(ahead, (step < length - t ? step : length - t) / TILE, TILE * dim * 2);
                     if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values);
                     else value_panel(half, end - row, from == start, weights, tiles_of_head, ahead, valid, dim, to_values);
                 }
