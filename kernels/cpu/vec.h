@@ -174,6 +174,14 @@ INLINE vf vexp2_fraction(vf f, int coarse) {
 INLINE vf vexp2_of(vf x, int coarse) {
 #if VBYTES == 64 && defined(__AVX512F__)
     x = vmax(vset(-1000), x);
+    if (coarse) {
+        vf f = (vf)_mm512_reduce_ps((__m512)x, 1);
+        vf p = vset(0x1.3f96a2p-4f);
+        p = vfma(p, f, vset(0x1.cefc4ep-3f));
+        p = vfma(p, f, vset(0x1.64444cp-1f));
+        p = vfma(p, f, vset(0x1.fff632p-1f));
+        return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+    }
     vf n = (x + vset(SHIFT)) - vset(SHIFT);
     return (vf)_mm512_scalef_ps((__m512)vexp2_fraction(x - n, coarse), (__m512)n);
 #else
