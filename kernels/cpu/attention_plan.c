@@ -20,8 +20,8 @@ static void find_shared(long *shared, long sequences, const int32_t *segments, l
         for (long s = segment[0] + 1; s < segment[0] + segment[1]; s++) shared[s] = segment[3] > shared[s] ? segment[3] : shared[s];
 }
 
-static void cut_tiles(struct attention *a, const int32_t *starts, const int32_t *lengths, const long *shared, long count) {
-    long per_tile = ROWS / a->group ? ROWS / a->group : 1;
+static void cut_tiles(struct attention *a, const int32_t *starts, const int32_t *lengths, const long *shared, long count, long per_tile) {
+    a->query_count = a->tile_count = 0;
     /* Where the last columns of a value are computed twice, a chunk can't be cut. */
     long whole = a->layout.dim % TILE ? CHUNK : TILE;
     for (int is_long = 0; is_long < 2; is_long++) {
@@ -80,9 +80,16 @@ void attention_plan(struct attention *a, const int32_t *starts, const int32_t *l
     a->tiles = (struct tile *)(a->queries + tokens);
     long *shared = (long *)(a->tiles + tokens);
     find_shared(shared, sequences, segments, segment_count);
-    cut_tiles(a, starts, lengths, shared, sequences);
-    long work = 0;
-    for (long t = 0; t < a->tile_count; t++) work += a->tiles[t].count * a->group * a->tiles[t].chunks * a->layout.heads;
+    long work, units, per_tile = ROWS / a->group ? ROWS / a->group : 1;
+    for (;; per_tile /= 2) { /* enough for every thread, if need be at the price of reading what is shared twice */
+        cut_tiles(a, starts, lengths, shared, sequences, per_tile);
+        work = units = 0;
+        for (long t = 0; t < a->tile_count; t++) {
+            work += a->tiles[t].count * a->group * a->tiles[t].chunks * a->layout.heads;
+            units += a->tiles[t].single ? 1 : a->tiles[t].chunks * a->layout.heads;
+        }
+        if (units >= 3L * threads || per_tile < 8 || threads == 1) break;
+    }
     long target = threads == 1 ? work : work / (8L * threads);
     a->items = malloc((cut_items(a, target, 0) + 1) * sizeof(struct item));
     if (!a->items) abort();

@@ -9,7 +9,7 @@
 #include <math.h>
 
 #define ROWS_PER_ITEM 4
-#define PARALLEL_ABOVE 16384 /* elements: smaller calls take less time than waking a thread */
+#define PARALLEL_ABOVE 4096 /* elements: smaller calls take less time than waking a thread */
 
 struct rows {
     const void *x, *weight;

@@ -42,7 +42,7 @@ static void write_item(void *context, long item, int thread) {
 void radixkv_write_kv(const void *k, long k_row, const void *v, long v_row, void *k_cache, void *v_cache, const int64_t *slots, long tokens,
                       long heads, long dim, long block_size, int half, int threads) {
     struct write w = {k, v, k_cache, v_cache, slots, tokens, k_row, v_row, kv_layout(heads, dim, block_size, half)};
-    parallel_for((tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM * heads, tokens < 32 ? 1 : threads, write_item, &w);
+    parallel_for((tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM * heads, tokens < 8 ? 1 : threads, write_item, &w);
 }
 
 /* copies [n][3]: source block, target block, number of leading token rows; in order. */
