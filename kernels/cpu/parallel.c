@@ -19,6 +19,8 @@
 #define OPEN 0x10000u
 #define JOB 0x20000u
 
+#define MAX_SHARES 64
+
 static struct {
     pthread_mutex_t owner; /* held by the caller whose job it is */
     pthread_mutex_t lock;  /* for sleeping */
@@ -27,9 +29,15 @@ static struct {
     int sleeping, workers;
     item_fn fn; /* of the present job, as are these */
     void *context;
-    long items, next;
+    long items;
     int threads;
-} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, 0, 0, 0};
+    /* Each thread's share of the items, neighbours: a thread meets the same rows in one operation after the other, and finds them in its own
+       caches.  Who is done with his own takes from the others'. */
+    struct share {
+        long next;
+        char apart[64 - sizeof(long)];
+    } shares[MAX_SHARES];
+} pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -45,8 +53,16 @@ static uint64_t now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
+static int share_count(int threads) { return threads < MAX_SHARES ? threads : MAX_SHARES; }
+static long share_start(int share, int shares) { return pool.items * share / shares; }
+
 static void run_items(int thread) {
-    for (long i; (i = __atomic_fetch_add(&pool.next, 1, __ATOMIC_RELAXED)) < pool.items;) pool.fn(pool.context, i, thread);
+    int shares = share_count(pool.threads);
+    for (int s = 0; s < shares; s++) {
+        int of = (thread + s) % shares;
+        long end = share_start(of + 1, shares), i;
+        while ((i = __atomic_fetch_add(&pool.shares[of].next, 1, __ATOMIC_RELAXED)) < end) pool.fn(pool.context, i, thread);
+    }
 }
 
 /* A gate that is open for a job this worker hasn't seen; spins, then sleeps, until there is one. */
@@ -110,7 +126,8 @@ void parallel_for(long items, int threads, item_fn fn, void *context) {
         return;
     }
     if (pool.workers < threads - 1) hire(threads - 1);
-    pool.fn = fn, pool.context = context, pool.items = items, pool.next = 0, pool.threads = threads;
+    pool.fn = fn, pool.context = context, pool.items = items, pool.threads = threads;
+    for (int s = 0; s < share_count(threads); s++) pool.shares[s].next = share_start(s, share_count(threads));
     uint64_t job = __atomic_load_n(&pool.gate, __ATOMIC_RELAXED) / JOB + 1;
     __atomic_store_n(&pool.gate, job * JOB + OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) {
