@@ -28,7 +28,9 @@ static void write_item(void *context, long item, int thread) {
         if (l.half) {
             const bf16 *k = (const bf16 *)w->k + k_from, *v = (const bf16 *)w->v + v_from;
             bf16 *k_to = (bf16 *)w->k_cache + tile, *v_to = (bf16 *)w->v_cache + tile;
-            for (long d = 0; d < l.dim; d++) k_to[k_index(&l, t, d)] = k[d], v_to[v_index(&l, t, d)] = v[d];
+            for (long d = 0; d < l.dim; d += 2) memcpy(k_to + k_index(&l, t, d), k + d, 4); /* a pair */
+            long first = v_index(&l, t, 0), step = v_index(&l, t, 1) - first;
+            for (long d = 0; d < l.dim; d++) v_to[first + d * step] = v[d];
         } else {
             const float *k = (const float *)w->k + k_from, *v = (const float *)w->v + v_from;
             float *k_to = (float *)w->k_cache + tile, *v_to = (float *)w->v_cache + tile;

@@ -76,14 +76,14 @@ INLINE float bf16_to_float(bf16 x) { return as_float((uint32_t)x << 16); }
 INLINE vf vload_bf16(const bf16 *p) { vh h; memcpy(&h, p, sizeof h); return (vf)(__builtin_convertvector(h, vu) << 16); }
 
 /* Round to bfloat16's precision, to nearest even; a NaN stays one. */
+#if VBYTES == 64 && defined(__AVX512BF16__) /* one instruction; it takes denormals for 0 */
+INLINE vf vround_bf16(vf v) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16); }
+INLINE void vstore_bf16(bf16 *p, vf v) { __m256bh h = _mm512_cvtneps_pbh((__m512)v); memcpy(p, &h, sizeof h); }
+#else
 INLINE vf vround_bf16(vf v) {
     vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
     return vselect((vi)(v != v), vset(__builtin_nanf("")), (vf)rounded);
 }
-
-#if VBYTES == 64 && defined(__AVX512BF16__) /* one instruction; it takes denormals for 0 */
-INLINE void vstore_bf16(bf16 *p, vf v) { __m256bh h = _mm512_cvtneps_pbh((__m512)v); memcpy(p, &h, sizeof h); }
-#else
 INLINE void vstore_bf16(bf16 *p, vf v) { vh h = __builtin_convertvector((vu)vround_bf16(v) >> 16, vh); memcpy(p, &h, sizeof h); }
 #endif
 
