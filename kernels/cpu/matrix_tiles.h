@@ -9,12 +9,12 @@
 #pragma once
 #include "vec.h"
 
-#if defined(EMULATE_TILES)
-#define MATRIX_TILES 1
-#elif defined(__AMX_BF16__) && defined(__linux__)
+#ifndef MATRIX_TILES
+#if defined(EMULATE_TILES) || defined(__AMX_BF16__) && defined(__linux__)
 #define MATRIX_TILES 1
 #else
 #define MATRIX_TILES 0
+#endif
 #endif
 
 #define TILE_ROWS 16

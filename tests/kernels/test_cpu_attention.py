@@ -332,9 +332,19 @@ def test_wrong_dtypes_are_refused_rather_than_read_as_something_else() -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("flags", [("-DVBYTES=16",), ("-DVBYTES=32",), ("-DVBYTES=64",), ("-DVBYTES=64", "-DDOT_PAIRS=1")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-DVBYTES=16", "-DMATRIX_TILES=0"),
+        ("-DVBYTES=32", "-DMATRIX_TILES=0"),
+        ("-DVBYTES=64", "-DMATRIX_TILES=0"),
+        ("-DVBYTES=64", "-DMATRIX_TILES=0", "-DDOT_PAIRS=1"),
+        ("-DVBYTES=64", "-DEMULATE_TILES", "-DDOT_PAIRS=1"),
+    ],
+    ids=["128 bits", "256 bits", "512 bits", "dot pairs", "matrix tiles"],
+)
 def test_the_code_for_every_cpu_agrees_with_float64(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler splits vectors that are wider than this CPU's, so the code of every width runs anywhere."""
+    """The compiler splits vectors that are wider than this CPU's, and matrix tiles are emulated, so every code runs anywhere."""
     lib = cpu.build.load(cpu.build.build(flags))
     monkeypatch.setattr(cpu, "library", lambda: lib)
     for dtype in (torch.float32, torch.bfloat16):
@@ -346,5 +356,9 @@ def test_the_code_for_every_cpu_agrees_with_float64(flags: tuple[str, ...], monk
         torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=2**-7, atol=1e-3)
         for rows in range(1, 30):
             assert torch.equal(cpu.linear(x[:rows], packed), whole[:rows])
+        even = cpu.pack_linear(weight[:192], None)
+        assert isinstance(even, cpu.PackedLinear)
+        for rows in (1, 17, 150):
+            assert torch.equal(cpu.gated_linear(x[:rows], even), cpu.silu_mul(cpu.linear(x[:rows], even)))
         gate_up = torch.randn(5, 2 * 77).to(dtype)
         torch.testing.assert_close(cpu.silu_mul(gate_up).double(), reference.silu_mul(gate_up.double()), rtol=2**-6, atol=1e-5)

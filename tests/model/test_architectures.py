@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from radixkv.cache import BlockCopy
-from radixkv.kernels import load_backend
+from radixkv.kernels import cpu, load_backend
 from radixkv.model.config import config_from_folder
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.scheduling.batch import Batch, ScheduledSequence
@@ -55,6 +55,25 @@ def test_the_native_cpu_backend_agrees_with_transformers_too(
     model.save_pretrained(tmp_path)
     driver = kit.Driver(str(tmp_path), backend="cpu", dtype=dtype)
     kit.assert_agrees(driver, model.float(), tolerance=1e-4 if dtype is torch.float32 else 0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama-head-dim", "llama-biases", "qwen3-tied-bias"])
+def test_all_layers_in_one_call_give_the_bits_of_one_operation_after_the_other(
+    case: str, dtype: torch.dtype, tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cpu.is_native(dtype):
+        pytest.skip("no C compiler")
+    name, options = CASES[case]
+    kit.make_model(name, **options).save_pretrained(tmp_path)
+    sequences = [np.random.default_rng(length).integers(0, 160, length).tolist() for length in (23, 9, 30)]
+    fused = kit.Driver(str(tmp_path), backend="cpu", dtype=dtype).logits(sequences, 4, 7)
+    asked: list[object] = []
+    monkeypatch.setattr(cpu, "fuse_layers", lambda *args: asked.append(args))
+    plain = kit.Driver(str(tmp_path), backend="cpu", dtype=dtype).logits(sequences, 4, 7)
+    assert asked, "the model did not ask for fused layers"
+    for a, b in zip(fused, plain, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_sharded_safetensors_load_as_one_model(tmp_path: Path, kit: SimpleNamespace) -> None:
