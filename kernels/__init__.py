@@ -97,6 +97,10 @@ class Backend(Protocol):
         """``x @ weight.T + bias``: ``[T, K] -> [T, N]`` in ``x``'s dtype."""
         ...
 
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        """:meth:`linear` widened to float32."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension, computed in float32."""
         ...

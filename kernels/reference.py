@@ -34,6 +34,11 @@ def linear(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
     return functional.linear(x, *packed)
 
 
+def logits(x: Tensor, packed: tuple[Tensor, Tensor | None]) -> Tensor:
+    """:func:`linear` widened to float32."""
+    return linear(x, packed).float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; rounded to ``x``'s dtype before the weight is applied, as Hugging Face's Llama does."""
     wide = x.to(_accumulator(x.dtype))

@@ -97,6 +97,13 @@ def linear(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Te
     return _product(library().radixkv_linear, x, packed, packed.num_outputs)
 
 
+def logits(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Tensor:
+    """:func:`linear` in float32, ``[T, K] -> [T, N]``, rounded to ``x``'s dtype first."""
+    if not isinstance(packed, PackedLinear):
+        return torch_ops.linear(x, packed).float()
+    return _product(library().radixkv_wide_linear, x, packed, packed.num_outputs, torch.float32)
+
+
 def gated_linear(x: Tensor, packed: PackedLinear) -> Tensor:
     """``silu_mul(linear(x, packed))`` in one pass and to the bit, for a number of outputs that is a multiple of 32."""
     if packed.num_outputs % (2 * _TILE):
@@ -104,13 +111,13 @@ def gated_linear(x: Tensor, packed: PackedLinear) -> Tensor:
     return _product(library().radixkv_gated_linear, x, packed, packed.num_outputs // 2)
 
 
-def _product(function: Any, x: Tensor, packed: PackedLinear, outputs: int) -> Tensor:
+def _product(function: Any, x: Tensor, packed: PackedLinear, outputs: int, dtype: torch.dtype | None = None) -> Tensor:
     rows, inputs = x.shape
     if inputs != packed.num_inputs or x.dtype is not packed.weight.dtype:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight takes {packed.weight.dtype} rows of {packed.num_inputs}")
     if not x.is_contiguous():
         x = x.contiguous()
-    out = torch.empty((rows, outputs), dtype=x.dtype)
+    out = torch.empty((rows, outputs), dtype=dtype or x.dtype)
     function(
         x.data_ptr(), inputs, packed.weight_pointer, packed.bias_pointer, out.data_ptr(), rows, outputs, inputs,
         x.dtype is torch.bfloat16, num_threads(),

@@ -38,6 +38,7 @@ _SIGNATURES = {
     "radixkv_pack_weight": [_POINTER] * 2 + [_LONG] * 2 + [_INT],
     "radixkv_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "radixkv_decoder_layers": [_POINTER, _LONG] + [_POINTER] * 5 + [_INT],
+    "radixkv_wide_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "radixkv_gated_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2,
     "radixkv_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT] + [_INT] * 2,
     "radixkv_silu_mul": [_POINTER] * 2 + [_LONG] * 2 + [_INT] * 2,

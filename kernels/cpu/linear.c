@@ -64,7 +64,7 @@ static void panel(int half, long rows, const void *a, long lda, const char *b, l
 }
 
 INLINE void put(const struct linear *l, const float *c, const float *bias, const float *up, long ldc, long row, long rows, long first,
-                long columns, int half, int gated) {
+                long columns, int half, int gated, int wide) {
     for (long m = 0; m < rows; m++, c += ldc, up += ldc) {
         long to = (row + m) * l->N + first, j = 0;
         for (; j < columns; j += VL) { /* c goes on to the end of its tile */
@@ -75,17 +75,19 @@ INLINE void put(const struct linear *l, const float *c, const float *bias, const
                 if (bias) u += vload(bias + l->N + j);
                 v = silu_mul(half ? vround_bf16(v) : v, half ? vround_bf16(u) : u, half);
             }
-            if (j + VL <= columns) store_from_float(l->out, to + j, v, half);
-            else for (long i = 0; j + i < columns; i++) put_float(l->out, to + j + i, v[i], half);
+            if (wide) v = vround_bf16(v);
+            if (j + VL <= columns) store_from_float(l->out, to + j, v, half && !wide);
+            else for (long i = 0; j + i < columns; i++) put_float(l->out, to + j + i, v[i], half && !wide);
         }
     }
 }
 
 void linear_put(const struct linear *l, const float *c, const float *bias, const float *up, long ldc, long row, long rows, long tile, long tiles) {
     long first = tile * TILE, columns = first + tiles * TILE < l->N ? tiles * TILE : l->N - first;
-#define PUT(half, gated) put(l, c, bias, up, ldc, row, rows, first, columns, half, gated)
-    if (l->gated) l->half ? PUT(1, 1) : PUT(0, 1);
-    else l->half ? PUT(1, 0) : PUT(0, 0);
+#define PUT(half, gated, wide) put(l, c, bias, up, ldc, row, rows, first, columns, half, gated, wide)
+    if (l->gated) l->half ? PUT(1, 1, 0) : PUT(0, 1, 0);
+    else if (l->wide) PUT(1, 0, 1);
+    else l->half ? PUT(1, 0, 0) : PUT(0, 0, 0);
 #undef PUT
 }
 
@@ -177,6 +179,11 @@ static void run(struct linear l, int threads) {
 /* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias. */
 void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
     run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half}, threads);
+}
+
+/* The same, widened to float32 after it was rounded. */
+void radixkv_wide_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
+    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .wide = half}, threads);
 }
 
 /* out [M, N] = silu(gate) * up, where x @ weight.T + bias has gate [M, N] beside up [M, N]; N a multiple of TILE. */

@@ -10,7 +10,7 @@ struct linear {
     void *out;    /* [M, N] */
     long M, N, K; /* N columns of the output: if gated, of the activation */
     long depth, ldx, lda, rows_per_item, tiles, tiles_per_item, tile_items;
-    int half, on_tiles, gated;
+    int half, on_tiles, gated, wide; /* wide: bfloat16 is widened again on its way out */
     float *scratch; /* C for each thread, then a if it isn't x */
     long scratch_floats;
 };

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import AttentionMetadata, reference
-from ..reference import linear, pack_linear
+from ..reference import linear, logits, pack_linear
 from . import softmax_tiles
 from .copy_blocks import copy_blocks
 from .paged_decode import paged_decode
@@ -22,6 +22,7 @@ __all__ = [
     "allocate_kv",
     "copy_blocks",
     "linear",
+    "logits",
     "pack_linear",
     "paged_attention",
     "rms_norm",

@@ -104,5 +104,4 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[n, vocab]`` of hidden states ``[n, hidden]``."""
-        logits: Tensor = self._backend.linear(hidden, self._lm_head)
-        return logits.float()
+        return self._backend.logits(hidden, self._lm_head)

@@ -83,6 +83,15 @@ def test_a_gated_product_has_the_bits_of_product_and_activation(dtype: torch.dty
             assert torch.equal(cpu.gated_linear(x[:rows], packed), cpu.silu_mul(cpu.linear(x[:rows], packed))), rows
 
 
+def test_logits_are_the_product_widened(dtype: torch.dtype) -> None:
+    x, weight, bias = make(40, 203, 64, dtype)
+    packed = cpu.pack_linear(weight, bias)
+    for rows in (1, 6, 16, 33, 40):
+        widened = cpu.logits(x[:rows], packed)
+        assert widened.dtype is torch.float32
+        assert torch.equal(widened, cpu.linear(x[:rows], packed).float())
+
+
 @pytest.mark.usefixtures("native")
 def test_a_gated_product_that_is_not_of_whole_tiles_is_refused() -> None:
     _, weight, _ = make(1, 40, 64, torch.float32)
