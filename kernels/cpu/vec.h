@@ -188,7 +188,7 @@ INLINE vf vexp2_of(vf x, int coarse) {
     vi tiny = x < -126.0f;
     x = vselect(tiny, vset(-126.0f), x);
     vf shifted = x + vset(SHIFT); /* its low bits hold the integer */
-    return (vf)((vi)vexp2_fraction(x - (shifted - vset(SHIFT)), coarse) + ((vi)shifted << 23) & ~tiny);
+    return (vf)(((vi)vexp2_fraction(x - (shifted - vset(SHIFT)), coarse) + ((vi)shifted << 23)) & ~tiny);
 #endif
 }
 INLINE vf vexp2(vf x) { return vexp2_of(x, 0); }
