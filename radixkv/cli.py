@@ -46,6 +46,8 @@ def serve(
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
     zmq: str | None = None,
+    drain_timeout: Annotated[float, Parameter(validator=Number(gte=0, lte=86400))] = 20.0,
+    hang_timeout: Annotated[float, Parameter(validator=Number(gte=2, lte=86400))] = 120.0,
     config: Engine = DEFAULTS,
 ) -> None:
     """Serve a model over the OpenAI HTTP API, and over ZeroMQ if asked.
@@ -60,10 +62,14 @@ def serve(
         Port to listen on.
     zmq
         ZeroMQ endpoint to offer as well, as in `ipc:///tmp/radixkv.sock` or `tcp://127.0.0.1:5555`.
+    drain_timeout
+        Seconds that open requests have to end after SIGTERM; new ones are refused meanwhile. Ctrl-C does not wait.
+    hang_timeout
+        Replace a worker that is busy and has said nothing for so many seconds. Loading the model does not count.
     """
     from radixkv.server.launcher import serve as launch
 
-    launch(config, host=host, port=port, zmq=zmq)
+    launch(config, host=host, port=port, zmq=zmq, drain_timeout=drain_timeout, hang_timeout=hang_timeout)
 
 
 @app.command

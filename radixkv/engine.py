@@ -81,9 +81,19 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, token_ids: NDArray[np.int32] | list[int], params: SamplingParams, *, namespace: str = ""
+        self,
+        request_id: str,
+        token_ids: NDArray[np.int32] | list[int],
+        params: SamplingParams,
+        *,
+        namespace: str = "",
+        output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Queue a request.  Raises ``ValueError`` naming the field and its limit; then nothing was queued."""
+        """Queue a request.  Raises ``ValueError`` naming the field and its limit; then nothing was queued.
+
+        ``output_token_ids`` are tokens that the request has been given already, by an engine that is no more.  It goes on behind
+        them as if it had never stopped: ``max_tokens`` and penalties count them, and a seed draws what it would have drawn.
+        """
         params.validate()
         vocab_size = self.model_config.vocab_size
         if not len(token_ids):
@@ -103,6 +113,10 @@ class Engine:
             )
         if prompt.min() < 0 or prompt.max() >= vocab_size:
             raise ValueError(f"prompt must be made of token ids from 0 to {vocab_size - 1}, got {prompt.min()} to {prompt.max()}")
+        if len(output_token_ids) >= params.max_tokens:
+            raise ValueError(f"output_token_ids must be fewer than max_tokens ({params.max_tokens}), got {len(output_token_ids)}")
+        if output_token_ids and not 0 <= min(output_token_ids) <= max(output_token_ids) < vocab_size:
+            raise ValueError(f"output_token_ids must be token ids from 0 to {vocab_size - 1}")
         for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             if max(ids, default=0) >= vocab_size:
                 raise ValueError(f"{field} must hold token ids from 0 to {vocab_size - 1}, got {max(ids)}")
@@ -112,6 +126,7 @@ class Engine:
             request_id,
             prompt,
             params,
+            output_token_ids=output_token_ids,
             namespace=namespace,
             arrival_time=time.monotonic(),
             eos_token_ids=self.model_config.eos_token_ids,

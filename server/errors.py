@@ -37,7 +37,7 @@ class UnknownModel(InvalidRequest):
 
 
 class Unavailable(ServerError):
-    """The engine is not there: it died, is restarting, or the server is shutting down.  Sending the request again may work."""
+    """The engine is not there, or the server is shutting down.  Sending the request again may work."""
 
     kind = "unavailable"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import jinja2
@@ -20,6 +20,7 @@ from radixkv.scheduling.request import RequestOutput
 from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
+from radixkv.server.recovery import Recovery
 from radixkv.server.worker_client import WorkerClient
 
 Prompt = str | Sequence[int]
@@ -49,17 +50,44 @@ class Frontend:
         self._vocab_size = vocab_size
         self._worker: WorkerClient | None = None
         self._unavailable = Unavailable("the engine is not ready yet")
+        self._recovery = Recovery(self.metrics)
+        self._refusal: Unavailable | None = None
+        self._generations: set[Generation] = set()
+        self._closed = asyncio.Event()
         self.max_model_len = 0
 
     # --- the worker's comings and goings ---
 
     def attach(self, worker: WorkerClient, stats: dict[str, Any]) -> None:
+        """Go on with all open requests on this worker."""
         self._worker = worker
         self.max_model_len = stats["max_model_len"]
+        self._recovery.attach(worker)
+
+    def worker_died(self, how: str) -> bool:
+        """Requests, open and new, wait for the next worker, but for those that killed this one.
+
+        True if the worker had given tokens to anybody.
+        """
+        worker, self._worker = self._worker, None
+        self._unavailable = Unavailable(f"the engine process {how}; another is being started")
+        self._recovery.worker_died(how)
+        if worker is not None:
+            worker.close(self._unavailable)
+        return self._recovery.progressed
+
+    async def drain(self, error: Unavailable) -> None:
+        """Have every later request fail, and wait until the open ones are over and their doors have passed on what there was."""
+        self._refusal = error
+        while self._generations:
+            self._closed.clear()
+            await self._closed.wait()
 
     def detach(self, error: Unavailable) -> None:
-        """Fail every open request, and every later one until a worker is attached again."""
+        """Have every open request fail, and every later one."""
         worker, self._worker, self._unavailable = self._worker, None, error
+        self._refusal = error
+        self._recovery.fail(error)
         if worker is not None:
             worker.close(error)
 
@@ -69,6 +97,21 @@ class Frontend:
         if self._worker is None:
             raise Unavailable(self._unavailable.message)
         return self._worker
+
+    @property
+    def status(self) -> str:
+        """``"ok"``, ``"restarting"`` (requests wait for the next worker), or ``"draining"`` (new ones are refused)."""
+        if self._refusal is not None:
+            return "draining"
+        return "ok" if self._worker is not None else "restarting"
+
+    def check_ready(self) -> None:
+        """Raise ``Unavailable`` that says why, unless a request sent now would be worked on now."""
+        if self._refusal is not None:
+            raise Unavailable(self._refusal.message)
+        self.worker  # noqa: B018  raises
+        if self._recovery.trying:
+            raise Unavailable("the engine process died twice: the requests that were running are being tried in parts")
 
     # --- requests ---
 
@@ -89,9 +132,11 @@ class Frontend:
         None, and ``messages`` is a chat to answer.  ``clip_max_tokens`` takes ``params.max_tokens`` for a wish, cut to what the
         context has room for.  Choice ``i`` of a prompt draws with ``params.seed + i``.
 
-        Raises ``InvalidRequest`` naming field and limit, ``UnknownModel``, or ``Unavailable``.
+        Raises ``InvalidRequest`` naming field and limit, ``UnknownModel``, or ``Unavailable`` once the server is shutting down.
+        While the worker is being replaced, the request waits for the next one.
         """
         arrival = time.monotonic()
+        self._check_accepting()
         if model is not None and model != self.model:
             raise UnknownModel(f"model {model!r} is not served here; {self.model!r} is", param="model")
         params = self._checked(params)
@@ -119,7 +164,18 @@ class Frontend:
                         namespace=namespace,
                     )
                 )
-        return Generation(self.worker, requests, n, params.stop, self.token_bytes, self.metrics, arrival)
+        self._check_accepting()  # that may have changed while it was tokenised
+        generation = Generation(self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget)
+        self._generations.add(generation)
+        return generation
+
+    def _forget(self, generation: Generation) -> None:
+        self._generations.discard(generation)
+        self._closed.set()
+
+    def _check_accepting(self) -> None:
+        if self._refusal is not None:
+            raise Unavailable(self._refusal.message)
 
     async def stats(self) -> dict[str, Any]:
         """``Engine.stats()``."""
@@ -216,15 +272,17 @@ class Generation:
 
     def __init__(
         self,
-        worker: WorkerClient,
+        recovery: Recovery,
         requests: Sequence[Generate],
         choices_per_prompt: int,
         stop: Sequence[str],
         token_bytes: TokenBytes,
         metrics: Metrics,
         arrival: float,
+        on_close: Callable[[Generation], None],
     ) -> None:
-        self._worker = worker
+        self._recovery = recovery
+        self._on_close = on_close
         self._metrics = metrics
         self._arrival = arrival
         self._per_prompt = choices_per_prompt
@@ -232,7 +290,7 @@ class Generation:
         self._choices = [_Choice(i, request, stop, token_bytes) for i, request in enumerate(requests)]
         self._open = {choice.request_id: choice for choice in self._choices}
         for choice, request in zip(self._choices, requests, strict=True):
-            worker.generate(request, lambda output, choice=choice: self._take(choice, output))  # type: ignore[misc]
+            recovery.generate(request, lambda output, choice=choice: self._take(choice, output))  # type: ignore[misc]
 
     def __enter__(self) -> Generation:
         return self
@@ -249,9 +307,10 @@ class Generation:
     def close(self) -> None:
         """Abort the choices that still run.  Their blocks are back before the worker's next step."""
         if self._open:
-            self._worker.abort(list(self._open))
+            self._recovery.abort(list(self._open))
             self._metrics.request_success.labels("abort").inc(len(self._open))
             self._open.clear()
+        self._on_close(self)
 
     @property
     def usage(self) -> Usage:
@@ -274,7 +333,7 @@ class Generation:
             self._metrics.request_failure.labels(output.kind).inc(len(self._open))
             del self._open[choice.request_id]
             if self._open:
-                self._worker.abort(list(self._open))
+                self._recovery.abort(list(self._open))
                 self._open.clear()
             self._queue.put_nowait(output)
             return
@@ -285,7 +344,7 @@ class Generation:
         if delta.finish_reason is None:
             return
         if output.finish_reason is None:  # a stop string: the worker doesn't know yet
-            self._worker.abort([choice.request_id])
+            self._recovery.abort([choice.request_id])
         del self._open[choice.request_id]
         self._metrics.request_success.labels(delta.finish_reason).inc()
         self._metrics.e2e_latency.observe(now - self._arrival)
@@ -318,9 +377,10 @@ class _Choice:
         self._stop = StopMatcher(stop)
 
     def feed(self, output: RequestOutput, now: float) -> Delta:
+        if self.last_token_time is None:  # a worker that goes on with it finds less, or what only the request itself has left there
+            self.num_cached_tokens = output.num_cached_tokens
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
-        self.num_cached_tokens = output.num_cached_tokens
         final = output.finish_reason is not None
         text = self._stop.feed(self._detokenizer.feed(output.token_ids, final=final), final=final)
         return Delta(

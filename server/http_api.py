@@ -83,7 +83,11 @@ def create_app(frontend: Frontend) -> Litestar:
 
     @route("/health", http_method=["GET", "HEAD"])
     async def health() -> Response[bytes]:
-        frontend.worker  # noqa: B018  raises Unavailable: 503
+        return _json({"status": frontend.status})
+
+    @route("/ready", http_method=["GET", "HEAD"])
+    async def ready() -> Response[bytes]:
+        frontend.check_ready()  # raises Unavailable: 503
         return _json({"status": "ok"})
 
     @get("/metrics")
@@ -104,7 +108,7 @@ def create_app(frontend: Frontend) -> Litestar:
         return _json({"status": "ok"})
 
     return Litestar(
-        [completions, chat_completions, models, model, health, metrics, report, reset_prefix_cache],
+        [completions, chat_completions, models, model, health, ready, metrics, report, reset_prefix_cache],
         before_request=_check_encoding,
         exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
         request_max_body_size=MAX_BODY_BYTES,

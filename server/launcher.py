@@ -31,7 +31,7 @@ from radixkv.model.tokenizer import load_tokenizer
 from radixkv.server.errors import Unavailable
 from radixkv.server.frontend import Frontend
 from radixkv.server.http_api import create_app
-from radixkv.server.messages import Hello, Ready
+from radixkv.server.messages import BEAT_SECONDS, Hello, Ready
 from radixkv.server.worker_client import WorkerClient
 from radixkv.server.zmq_api import ZmqDoor, check_endpoint
 
@@ -40,9 +40,14 @@ log = logging.getLogger("radixkv.server")
 WORKER_COMMAND = (sys.executable, "-P", "-m", "radixkv.server.worker")
 STOP_SECONDS = 5.0
 """What a worker gets to finish its step and close its engine before it is killed."""
-DRAIN_SECONDS = 2.0
+READ_SECONDS = 2.0
 """What clients get to read the end of their answers when the server stops."""
+MAX_FAILURES = 10
+"""Workers in a row that did not start, or died without having given anybody a token, until the server gives up."""
+SETTLED_SECONDS = 60.0
+"""A worker that lives so long is no failure, even if there was nothing to do."""
 MAX_RESTART_DELAY = 30.0
+MAX_TIMEOUT = 86400.0
 M = TypeVar("M", Hello, Ready)
 
 
@@ -52,14 +57,24 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     zmq: str | None = None,
+    drain_timeout: float = 20.0,
+    hang_timeout: float = 120.0,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> None:
     """Serve ``config.model`` over HTTP, and over ZeroMQ if an endpoint is given, until SIGINT or SIGTERM.
 
-    Port 0 takes any free one.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start.
+    Port 0 takes any free one.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A worker that is busy and says
+    nothing for ``hang_timeout`` seconds is replaced.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't
+    start, ``OSError`` also where worker after worker fails.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
+    for name, value, least in (
+        ("drain_timeout", drain_timeout, 0.0),
+        ("hang_timeout", hang_timeout, 2 * BEAT_SECONDS),  # in which a worker that is busy says something
+    ):
+        if not least <= value <= MAX_TIMEOUT:
+            raise ValueError(f"{name} must be between {least:g} and {MAX_TIMEOUT:g} seconds, got {value}")
     if zmq is not None:
         check_endpoint(zmq)
     with _bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -67,11 +82,26 @@ def serve(
         source = resolve_model(config.model)
         load_model_config(source)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(signals.run(lambda: _serve(config, source, listener, zmq, worker_command)))
+            runner.run(
+                signals.run(
+                    lambda: _serve(
+                        config,
+                        source,
+                        listener,
+                        zmq,
+                        worker_command,
+                        signals,
+                        drain_timeout=drain_timeout,
+                        hang_timeout=hang_timeout,
+                    )
+                )
+            )
 
 
 class _Signals:
     """Has the first SIGINT or SIGTERM stop what runs, so that all it holds is released.  Later ones must not cut that short.
+
+    SIGTERM does :attr:`terminate`, which is the same until there may be requests to wait for.
 
     Not the event loop's own handlers: when it closes, it gives signals back to the system, which would end the process half-way.
     """
@@ -79,6 +109,7 @@ class _Signals:
     _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
+        self.terminate: Callable[[], object] = self.stop
         self._stop: Callable[[], object] = _interrupt
         for number in self._NUMBERS:
             signal.signal(number, self._on_signal)
@@ -92,13 +123,19 @@ class _Signals:
         except asyncio.CancelledError:
             pass
         finally:
-            self._stop = _nothing
+            self._stop = self.terminate = _nothing
             for number in self._NUMBERS:  # Python, too, gives signals back to the system when it ends
                 signal.signal(number, signal.SIG_IGN)
 
-    def _on_signal(self, *_: object) -> None:
+    def stop(self) -> None:
         stop, self._stop = self._stop, _nothing
         stop()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGTERM:
+            self.terminate()
+        else:
+            self.stop()
 
 
 def _interrupt() -> None:
@@ -110,7 +147,15 @@ def _nothing() -> None:
 
 
 async def _serve(
-    config: EngineConfig, source: ModelSource, listener: socket.socket, zmq_endpoint: str | None, worker_command: Sequence[str]
+    config: EngineConfig,
+    source: ModelSource,
+    listener: socket.socket,
+    zmq_endpoint: str | None,
+    worker_command: Sequence[str],
+    signals: _Signals,
+    *,
+    drain_timeout: float,
+    hang_timeout: float,
 ) -> None:
     console = Console(stderr=True, highlight=False)
     began = time.monotonic()
@@ -119,7 +164,7 @@ async def _serve(
         door = None if zmq_endpoint is None else ZmqDoor(context, zmq_endpoint)
         if door is not None:
             stack.callback(door.close)
-        supervisor = Supervisor(context, config, worker_command)
+        supervisor = Supervisor(context, config, worker_command, hang_timeout)
         stack.push_async_callback(supervisor.stop)
         with console.status(f"Loading {config.model}"):
             # The worker loads its weights meanwhile, in its own process.
@@ -133,16 +178,36 @@ async def _serve(
             listener.listen(1024)
         except OSError as error:  # another server has bound the port, too, and listened first
             raise OSError(f"can't listen on {_address(listener)}: {error.strerror}") from None
-        async with asyncio.TaskGroup() as group:
-            group.create_task(supervisor.run(frontend, worker, stats))
-            address = _address(listener)
-            group.create_task(_serve_http(frontend, listener))
-            if door is not None:
-                group.create_task(door.run(frontend))
-                address += f" and {door.endpoint}"
-            took = f"{time.monotonic() - began:.1f} s"
-            console.print(f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens", soft_wrap=True)
-            console.print(f"Serving on {address}  (Ctrl-C stops)", soft_wrap=True)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(supervisor.run(frontend, worker, stats))
+                address = _address(listener)
+                group.create_task(_serve_http(frontend, listener))
+                if door is not None:
+                    group.create_task(door.run(frontend))
+                    address += f" and {door.endpoint}"
+                group.create_task(_drain_when_terminated(frontend, signals, drain_timeout))
+                took = f"{time.monotonic() - began:.1f} s"
+                console.print(f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens", soft_wrap=True)
+                console.print(f"Serving on {address}  (Ctrl-C stops)", soft_wrap=True)
+        except ExceptionGroup as failures:
+            for failure in failures.exceptions:
+                if isinstance(failure, GaveUp):
+                    raise failure from None
+            raise
+
+
+async def _drain_when_terminated(frontend: Frontend, signals: _Signals, timeout: float) -> None:
+    """On SIGTERM refuse new requests, and stop when the open ones are over; they fail if they aren't in time."""
+    terminated = asyncio.Event()
+    signals.terminate = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, terminated.set)
+    await terminated.wait()
+    shutting_down = "the server is shutting down"
+    try:
+        await asyncio.wait_for(frontend.drain(Unavailable(f"{shutting_down} and takes no new requests")), timeout)
+    except TimeoutError:
+        frontend.detach(Unavailable(f"{shutting_down}, and the request was not over within {timeout:g} s"))
+    signals.stop()
 
 
 async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
@@ -161,7 +226,7 @@ async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
         # What is still open gets its error and ends; then the server closes its connections itself, but for those not read.
         frontend.detach(Unavailable("the server is shutting down"))
         server.should_exit = True
-        await asyncio.wait({serving}, timeout=DRAIN_SECONDS)
+        await asyncio.wait({serving}, timeout=READ_SECONDS)
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         await serving
@@ -210,13 +275,18 @@ class WorkerProcess:
                 await self.process.wait()
 
 
+class GaveUp(OSError):
+    """Worker after worker failed; the text says how the last one did."""
+
+
 class Supervisor:
     """Keeps one worker alive.  Every worker gets a socket of its own, so a new one never sees what was meant for the last."""
 
-    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, command: Sequence[str]) -> None:
+    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, command: Sequence[str], hang_timeout: float) -> None:
         self._context = context
         self._config = config
         self._command = command
+        self._hang_timeout = hang_timeout
         self._worker: WorkerProcess | None = None
 
     async def start(self) -> tuple[WorkerProcess, dict[str, Any]]:
@@ -247,29 +317,53 @@ class Supervisor:
             directory.cleanup()
 
     async def run(self, frontend: Frontend, worker: WorkerProcess, stats: dict[str, Any]) -> None:
-        """Attach a started worker to ``frontend``, and each one that replaces it, until cancelled."""
+        """Attach a started worker to ``frontend``, and each one that replaces it, until cancelled.
+
+        Raises :class:`GaveUp` after :data:`MAX_FAILURES` in a row.
+        """
+        failures = 0
         while True:
             frontend.attach(worker.client, stats)
-            receiving = asyncio.create_task(worker.client.run())
-            try:
-                how = _how_it_ended(await worker.process.wait())
-            finally:
-                receiving.cancel()
-            log.error("the engine process %s; starting another", how)
-            frontend.detach(Unavailable(f"the engine process {how}; another is being started, send the request again"))
-            worker, stats = await self._restarted()
+            attached = time.monotonic()
+            how = await self._death_of(worker)
+            progressed = frontend.worker_died(how)
+            if progressed or time.monotonic() - attached > SETTLED_SECONDS:
+                failures = 0
+            next_worker = None
+            while next_worker is None:
+                failures += 1
+                if failures == MAX_FAILURES:
+                    message = f"the engine process {how}; that was failure {failures} in a row, so the server gives up"
+                    frontend.detach(Unavailable(message))
+                    raise GaveUp(message)
+                delay = min(MAX_RESTART_DELAY, 2.0 ** (failures - 2)) if failures > 1 else 0.0
+                log.error("the engine process %s; starting another%s", how, f" in {delay:g} s" if delay else "")
+                await asyncio.sleep(delay)
+                frontend.metrics.worker_restarts.inc()
+                try:
+                    next_worker = await self.start()
+                except OSError as error:
+                    how = f"did not start: {error}"
+                    await self.stop()
+            worker, stats = next_worker
             log.warning("the engine process is back")
 
-    async def _restarted(self) -> tuple[WorkerProcess, dict[str, Any]]:
-        delay = 1.0
-        while True:
-            try:
-                return await self.start()
-            except OSError as error:
-                log.error("%s; trying again in %g s", error, delay)
-                await self.stop()
-                await asyncio.sleep(delay)
-                delay = min(MAX_RESTART_DELAY, 2 * delay)
+    async def _death_of(self, worker: WorkerProcess) -> str:
+        """Serve through a worker until it dies; kill it where it hangs.  Returns how it ended."""
+        receiving = asyncio.create_task(worker.client.run())
+        hung = asyncio.create_task(worker.client.hung(self._hang_timeout))
+        died = asyncio.create_task(worker.process.wait())
+        try:
+            await asyncio.wait({hung, died}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                return _how_it_ended(died.result())
+            hung.result()
+            worker.process.kill()
+            await died
+            return f"was busy and said nothing for {self._hang_timeout:g} s, so it was killed"
+        finally:
+            for task in (receiving, hung, died):
+                task.cancel()
 
     async def stop(self) -> None:
         if self._worker is not None:

@@ -24,6 +24,8 @@ T = TypeVar("T")
 HEADER = b"radixkv/1"
 """First frame of every message: the protocol and its version.  A change that old peers can't read takes the next number."""
 MAX_MESSAGE_BYTES = 16 * 2**20
+BEAT_SECONDS = 1.0
+"""A worker that is busy says something after each step, or so long after it last did: so a long prompt is no worker that hangs."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,6 +88,8 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     token_ids: list[int]
     params: SamplingParams
     namespace: str = ""
+    output_token_ids: list[int] = []
+    """What a worker that died has put out of it: it goes on behind these."""
 
 
 class Abort(Request, frozen=True, kw_only=True, tag="abort"):
@@ -107,7 +111,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
-    """What one engine step added to every request in it."""
+    """What one engine step added to every request in it; without outputs it is but a sign of life."""
 
     outputs: list[RequestOutput]
 

@@ -37,6 +37,8 @@ class Metrics:
         self.request_success = counter("request_success", "Requests that ended, by why.", "finished_reason")
         self.request_failure = counter("request_failure", "Accepted requests that failed, by kind of error.", "kind")
         self.preemptions = counter("num_preemptions", "Times that a running request lost its blocks to others and began again.")
+        self.worker_restarts = counter("worker_restarts", "Engine processes started because the last one died or hung.")
+        self.requests_resubmitted = counter("requests_resubmitted", "Times that a request went on after the engine process died.")
         self.running = gauge("num_requests_running", "Requests in the running batch.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.kv_cache_usage = gauge("kv_cache_usage_perc", "Part of the KV blocks that running requests hold; 1 is all.")
@@ -57,6 +59,12 @@ class Metrics:
         self.prompt_tokens.inc(prompt_tokens)
         self.prefix_cache_queries.labels(namespace).inc(prompt_tokens)
         self.prefix_cache_hits.labels(namespace).inc(cached_tokens)
+
+    def engine_lost(self, num_open: int) -> None:
+        """Until there is another engine, nothing runs and ``num_open`` requests wait."""
+        self.waiting.set(num_open)
+        for of_the_engine in (self.running, self.kv_cache_usage, self.kv_blocks_cached):
+            of_the_engine.set(0)
 
     def render(self, stats: dict[str, Any] | None) -> bytes:
         """The text that Prometheus reads; ``stats`` is the engine's, or None while there is no engine."""

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import zmq
 from radixkv.config import EngineConfig
 from radixkv.server.errors import InvalidRequest, ServerError
 from radixkv.server.messages import (
+    BEAT_SECONDS,
     Abort,
     Done,
     Failed,
@@ -58,14 +60,19 @@ class Worker:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(STDIN, zmq.POLLIN)
         self._send(Ready(stats=self._engine.stats()))
+        sent = time.monotonic()
         while True:
             events = dict(poller.poll(0 if self._engine.has_unfinished else None))
             if STDIN in events:
                 return
             self._drain()
             # A step that fails ends its own requests; what escapes it ends the process, and the launcher starts another.
-            if self._engine.has_unfinished and (outputs := self._engine.step()):
-                self._send(Tokens(outputs=outputs))
+            if self._engine.has_unfinished:
+                outputs = self._engine.step()
+                now = time.monotonic()
+                if outputs or now - sent > BEAT_SECONDS:
+                    self._send(Tokens(outputs=outputs))
+                    sent = now
 
     def _drain(self) -> None:
         while self._socket.poll(0):
@@ -80,7 +87,13 @@ class Worker:
         match message:
             case Generate():
                 try:
-                    engine.add(message.request_id, message.token_ids, message.params, namespace=message.namespace)
+                    engine.add(
+                        message.request_id,
+                        message.token_ids,
+                        message.params,
+                        namespace=message.namespace,
+                        output_token_ids=message.output_token_ids,
+                    )
                 except ValueError as error:
                     self._send(Failed.of(InvalidRequest.of(error), message.request_id))
                 except Exception as error:  # one bad request must not end all others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,8 @@ class WorkerClient:
         self._sinks: dict[str, Sink] = {}
         self._calls: dict[str, asyncio.Future[Stats | Done]] = {}
         self._call_ids = map(str, itertools.count())
+        self._heard = time.monotonic()
+        """When the worker last said something, or got something to do while it had nothing to do."""
 
     async def expect(self, kind: type[M]) -> M:
         """The next message, before ``run``; raises ``Unavailable`` with the worker's reason where it couldn't load its model."""
@@ -64,14 +67,32 @@ class WorkerClient:
     async def run(self) -> None:
         """Receive until cancelled."""
         while True:
+            received = await self._socket.recv_multipart()
+            self._heard = time.monotonic()
             try:
-                self._dispatch(self._parse(await self._socket.recv_multipart()))
+                self._dispatch(self._parse(received))
             except InvalidRequest as error:  # our own worker: a bug, but the other requests need not suffer
                 log.error("dropped a message from the engine process: %s", error)
 
+    async def hung(self, seconds: float) -> None:
+        """Return when the worker, while it had something to do, has said nothing for so long."""
+        while True:
+            await asyncio.sleep(max(seconds / 20, self._heard + seconds - time.monotonic()))
+            late = time.monotonic() - self._heard >= seconds
+            # If something is there to be read, it was this process that slept.
+            if late and self._busy and not await self._socket.poll(0):
+                return
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._sinks or self._calls)
+
     def generate(self, request: Generate, sink: Sink) -> None:
-        self._sinks[request.request_id] = sink
+        """Raises ``InvalidRequest``, and nothing was sent, where MessagePack can't carry the request."""
+        if not self._busy:
+            self._heard = time.monotonic()
         self._send(request)
+        self._sinks[request.request_id] = sink
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget these requests; their sinks hear nothing more."""
@@ -88,16 +109,16 @@ class WorkerClient:
         await self._call(ResetCache(id=next(self._call_ids)))
 
     def close(self, error: ServerError) -> None:
-        """Fail every open request and call with ``error``, and close the socket."""
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink(error)
+        """Fail every open call with ``error``, forget the requests, and close the socket."""
+        self._sinks.clear()
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
         self._socket.close()
 
     async def _call(self, message: GetStats | ResetCache) -> Stats | Done:
+        if not self._busy:
+            self._heard = time.monotonic()
         future = self._calls[message.id] = asyncio.get_running_loop().create_future()
         self._send(message)
         try:

@@ -218,6 +218,50 @@ def test_seeded_sampling_gives_the_same_tokens_alone_batched_and_preempted(tiny_
     assert len({tuple(tokens) for tokens in alone.values()}) == 6
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 1.5, "seed": 7},
+        {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "seed": -1, "top_k": 20, "frequency_penalty": 1.0, "logprobs": 2},
+    ],
+    ids=["greedy", "seeded", "penalties", "seeded with penalties and logprobs"],
+)
+@pytest.mark.parametrize("done", [1, 15, 16, 39])
+def test_a_request_goes_on_behind_tokens_it_was_given_before_as_if_it_had_never_stopped(engine: Engine, params, done: int):
+    prompt, sampling = list(range(5, 27)), SamplingParams(max_tokens=40, ignore_eos=True, **params)
+
+    def run(output_token_ids: list[int]) -> list:
+        engine.reset_cache()
+        engine.add("a", prompt, sampling, output_token_ids=output_token_ids)
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+            engine.cache.check()
+        assert outputs[-1].finish_reason == "length"
+        return outputs
+
+    whole = run([])
+    tokens = [output.token_ids[0] for output in whole]
+    assert len(set(tokens)) > 1
+    assert run(tokens[:done]) == whole[done:]
+
+
+@pytest.mark.parametrize(
+    ("output_token_ids", "message"),
+    [
+        ([5] * 8, r"output_token_ids must be fewer than max_tokens \(8\), got 8"),
+        ([-1], "token ids from 0"),
+        ([10**6], "token ids from 0"),
+    ],
+)
+def test_tokens_given_before_are_checked_too(engine: Engine, output_token_ids, message: str):
+    with pytest.raises(ValueError, match=message):
+        engine.add("a", [5, 6], GREEDY, output_token_ids=output_token_ids)
+    assert not engine.has_unfinished
+
+
 def test_a_cache_larger_than_the_memory_is_refused_saying_what_it_takes_and_what_there_is(tiny_model: Path) -> None:
     words = r"kv_cache_tokens must fit into memory: \d+ tokens of this model take 47683\.7 GiB, and \d+\.\d GiB are available"
     with pytest.raises(ValueError, match=words):

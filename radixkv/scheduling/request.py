@@ -53,13 +53,17 @@ class Request:
         prompt_token_ids: NDArray[np.int32] | list[int],
         params: SamplingParams,
         *,
+        output_token_ids: Sequence[int] = (),
         namespace: str = "",
         arrival_time: float = 0.0,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """The output begins with ``output_token_ids``, fewer than ``params.max_tokens``, which another engine has put out."""
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
+        known = len(prompt) + len(output_token_ids)
         self._buffer = np.empty(len(prompt) + params.max_tokens, dtype=np.int32)
         self._buffer[: len(prompt)] = prompt
+        self._buffer[len(prompt) : known] = output_token_ids
         self._read_only = self._buffer.view()
         self._read_only.flags.writeable = False
         self.request_id = request_id
@@ -70,8 +74,8 @@ class Request:
         self.namespace = namespace
         self.arrival_time = arrival_time
         self.num_prompt_tokens = len(prompt)
-        self.num_tokens = len(prompt)
-        self.last_token = prompt.item(-1)
+        self.num_tokens = known
+        self.last_token = self._buffer.item(known - 1)
         self.num_computed_tokens = 0
         """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
         self.num_cached_tokens = 0

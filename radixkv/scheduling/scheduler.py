@@ -98,7 +98,7 @@ class Scheduler:
             request.lease = lease
             request.num_computed_tokens = lease.num_cached_tokens
             if not request.num_preemptions:
-                request.num_cached_tokens = lease.num_cached_tokens
+                request.num_cached_tokens = min(lease.num_cached_tokens, request.num_prompt_tokens)
             budget -= self._schedule_chunk(batch, request, budget)
 
     def _leave_waiting(self, request: Request) -> None:

@@ -5,7 +5,6 @@ The oracle is the same model in this process: what a server answers must be what
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 import socket
@@ -188,25 +187,6 @@ def test_a_prompt_that_fills_the_context_is_served_and_one_token_more_is_refused
     response = httpx.post(f"{server.url}/v1/completions", json={"prompt": [7] * longest, "max_tokens": 1})
     assert response.status_code == 400
     assert f"prompt must be at most {longest - 1} tokens" in response.json()["error"]["message"]
-
-
-@pytest.mark.full
-def test_after_the_worker_is_killed_the_next_one_gives_the_same_answers(server: Any, llm: LLM) -> None:
-    (worker,) = server.worker_pids
-    with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": SHARED, "max_tokens": 1500, "ignore_eos": True}
-        open_request = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
-        while not server.report()["running"]:
-            time.sleep(0.01)
-        os.kill(worker, signal.SIGKILL)
-        assert open_request.result().status_code == 503
-    for _ in range(1200):
-        if httpx.get(f"{server.url}/health").status_code == 200:
-            break
-        time.sleep(0.05)
-    answer = complete(server, prompt=SHARED)
-    assert answer["choices"][0]["text"] == expected(llm, SHARED).text
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 @pytest.mark.full

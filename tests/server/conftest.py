@@ -20,8 +20,11 @@ SERVE = """
 import json, sys
 sys.modules["torch"] = None  # a frontend has no need of torch, whose import takes seconds
 from radixkv.config import EngineConfig
+from radixkv.server import launcher
 from radixkv.server.launcher import serve
 arguments = json.loads(sys.argv[1])
+for name, value in arguments.pop("constants", {}).items():
+    setattr(launcher, name, value)
 try:
     serve(EngineConfig(**arguments.pop("config")), **arguments)
 except (ValueError, OSError) as error:

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class EchoEngine:
     """Output token ``i`` is prompt token ``(i + seed) mod length``; its log-probability is ``-i``.
 
     A prompt seen before in the same namespace counts as cached but for its last token.  Blocks are only counted.
+
+    Bad prompts: ``[4, 4, n]`` kills the worker when it is to get output token ``n``, and ``[4, 5, n]`` after every ``n`` tokens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -29,23 +32,33 @@ class EchoEngine:
             raise ValueError("model folder lacks everything")
         if config.policy == "dfs-weight":  # or one that takes its time
             time.sleep(60)
+        if Path(tempfile.gettempdir(), "broken").exists():
+            raise ValueError("model folder was lost")
         while Path(tempfile.gettempdir(), "hold").exists():  # or one that starts when the test says so
             time.sleep(0.01)
         self._config = config
         self._running: dict[str, tuple[list[int], SamplingParams, int, int]] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._requests = 0
+        self._begun: dict[str, int] = {}
 
-    def add(self, request_id: str, token_ids: list[int], params: SamplingParams, *, namespace: str = "") -> None:
+    def add(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        namespace: str = "",
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
         if token_ids == [3, 3, 3]:  # a limit that only the engine knows
             raise ValueError("prompt must not be three threes")
-        if token_ids == [4, 4, 4]:
-            os.kill(os.getpid(), signal.SIGKILL)
         key = (namespace, tuple(token_ids))
         cached = len(token_ids) - 1 if key in self._seen else 0
         self._seen.add(key)
         self._requests += 1
-        self._running[request_id] = (token_ids, params, 0, cached)
+        self._running[request_id] = (token_ids, params, len(output_token_ids), cached)
+        self._begun[request_id] = len(output_token_ids)
 
     def abort(self, request_id: str) -> bool:
         return self._running.pop(request_id, None) is not None
@@ -58,6 +71,7 @@ class EchoEngine:
         time.sleep(STEP_SECONDS)
         outputs = []
         for request_id, (prompt, params, count, cached) in list(self._running.items()):
+            self._misbehave(prompt, count, count - self._begun[request_id])
             token = prompt[(count + (params.seed or 0)) % len(prompt)]
             finished = count + 1 == params.max_tokens
             top = [(token, -float(count)), (0, -100.0)][: params.logprobs or 0]
@@ -76,6 +90,13 @@ class EchoEngine:
             else:
                 self._running[request_id] = (prompt, params, count + 1, cached)
         return outputs
+
+    def _misbehave(self, prompt: list[int], count: int, since: int) -> None:
+        match prompt:
+            case [4, 4, at] if at == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case [4, 5, at] if at == since:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def stats(self) -> dict[str, Any]:
         used = sum(-(-(len(prompt) + count) // 16) for prompt, _, count, _ in self._running.values())

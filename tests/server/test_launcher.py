@@ -16,6 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from radixkv.config import EngineConfig
+from radixkv.server.launcher import serve
+
 LONG = {"prompt": "abc", "max_tokens": 2000}
 
 
@@ -54,7 +57,7 @@ def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
     start_server: Any, is_running: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
     door = tmp_path / "door"
-    server = start_server(zmq=f"ipc://{door}").wait_ready()
+    server = start_server(zmq=f"ipc://{door}", drain_timeout=0).wait_ready()
     (worker,) = server.worker_pids
     assert door.stat().st_mode & 0o077 == 0
     # Even while it serves, no file but the log remains in its temporary directory.
@@ -82,7 +85,7 @@ def test_further_signals_do_not_cut_the_clean_up_short(
     start_server: Any, is_running: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
     door = tmp_path / "door"
-    server = start_server(zmq=f"ipc://{door}").wait_ready()
+    server = start_server(zmq=f"ipc://{door}", drain_timeout=0.2).wait_ready()
     (worker,) = server.worker_pids
     with who_reads_nothing(server, choices=60):  # so that the clean-up takes its time
         began = time.monotonic()
@@ -100,45 +103,34 @@ def test_further_signals_do_not_cut_the_clean_up_short(
     assert "Traceback" not in server.log
 
 
-def test_a_worker_that_dies_fails_its_requests_at_once_and_is_replaced(start_server: Any, is_running: Any) -> None:
+@pytest.mark.parametrize(
+    "state", ["hanging", pytest.param("busy", marks=pytest.mark.full), pytest.param("loading", marks=pytest.mark.full)]
+)
+def test_a_frontend_that_is_killed_takes_its_worker_along(start_server: Any, is_running: Any, state: str) -> None:
     server = start_server().wait_ready()
+    (first,) = server.worker_pids
+    if state == "loading":
+        (server.folder / "hold").touch()
+    os.kill(first, signal.SIGKILL)  # the second worker is started by other code than the first
+    while not server.worker_pids or server.worker_pids == [first]:
+        time.sleep(0.01)
     (worker,) = server.worker_pids
-    with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
-        streamed = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=20)
-        while server.report()["running"] < 2:
+    if state == "loading":
+        while len(os.listdir(server.folder)) != 2:  # the directory of a socket is gone once that is connected
             time.sleep(0.01)
-        hold = server.folder / "hold"
-        hold.touch()
-        os.kill(worker, signal.SIGKILL)
-        began = time.monotonic()
-        assert whole.result().status_code == 503
-        assert streamed.result().status_code == 200
-        assert time.monotonic() - began < 2
-    assert "killed by SIGKILL" in whole.result().json()["error"]["message"]
-    lines = [line.removeprefix("data: ") for line in streamed.result().text.split("\n\n") if line]
-    assert "killed by SIGKILL" in json.loads(lines[-2])["error"]["message"]
-    assert lines[-1] == "[DONE]"
-    # Until the next worker is ready, requests fail at once, and health says why.
-    health = httpx.get(f"{server.url}/health")
-    assert health.status_code == 503
-    assert "killed by SIGKILL" in health.json()["error"]["message"]
-    assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 503
-    assert "radixkv_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
-    hold.unlink()
-    for _ in range(400):
-        if httpx.get(f"{server.url}/health").status_code == 200:
-            break
-        time.sleep(0.05)
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 3})
-    assert answer.json()["choices"][0]["text"] == "abc"
-    assert server.worker_pids != [worker]
-    # And a frontend that is killed takes the worker with it.
-    (worker,) = server.worker_pids
-    server.process.kill()
+        server.process.kill()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
+            while httpx.get(f"{server.url}/ready").status_code != 200 or not server.report()["running"]:
+                time.sleep(0.01)
+            if state == "hanging":
+                os.kill(worker, signal.SIGSTOP)
+            server.process.kill()
+            assert isinstance(lost.exception(), httpx.TransportError)
     server.process.wait()
     wait_gone(worker, is_running)
-    assert os.listdir(server.folder) == ["log"]
+    assert set(os.listdir(server.folder)) <= {"log", "hold"}
 
 
 @pytest.mark.parametrize("door", ["http", "zmq"])
@@ -173,6 +165,13 @@ def test_a_signal_while_the_model_is_fetched_stops_the_download_and_clears_it_aw
     assert not is_running(pip)
     assert not [name for name in os.listdir(tmp_path / "radixkv/models") if not name.endswith(".lock")]
     assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(("timeout", "least"), [("drain_timeout", -1), ("hang_timeout", 1.9)])
+def test_a_timeout_out_of_range_is_refused_by_name(model_folder: Path, timeout: str, least: float) -> None:
+    for value in (least, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"{timeout} must be between [02] and 86400 seconds, got {value}"):
+            serve(EngineConfig(model=str(model_folder)), **{timeout: value})  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_not_there_is_reported(start_server: Any) -> None:
