@@ -79,10 +79,11 @@ class TimedProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        headers: list[tuple[bytes, bytes]] = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        body = msgspec.json.encode({"error": error})
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         events: list[Any] = [
             h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
-            h11.Data(data=msgspec.json.encode({"error": error})),
+            h11.Data(data=body),
             h11.EndOfMessage(),
         ]
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))

@@ -32,7 +32,7 @@ class Generation:
 
 
 class App:
-    """``/stream`` sends for ever, ``/late`` answers after a second, all else answers with the body it got."""
+    """``/stream`` sends for ever, ``/late`` answers late, all else answers with the body it got."""
 
     def __init__(self) -> None:
         self.generation = Generation()
@@ -50,7 +50,7 @@ class App:
                 return
             body, more = body + message["body"], message["more_body"]
         if scope["path"] == "/late":
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.7)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
         await send({"type": "http.response.body", "body": body})
 
@@ -159,7 +159,7 @@ def test_a_reader_that_takes_what_comes_is_not_cut_off(port: int, app: App) -> N
     with connect(port) as connection:
         connection.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
         began = time.monotonic()
-        while time.monotonic() - began < 1.5:
+        while time.monotonic() - began < 0.9:
             assert connection.recv(65536)
         assert not app.generation.closed.is_set()
     assert app.generation.closed.wait(10)
