@@ -115,11 +115,14 @@ def curve_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def locked(module_start: Any, tmp_path_factory: pytest.TempPathFactory, curve_keys: Path) -> Any:
+def locked(module_start: Any, tmp_path_factory: pytest.TempPathFactory, curve_keys: Path) -> Iterator[Any]:
     """A server that asks for keys at both doors, and listens on every address of this machine."""
     keys = write_keys(tmp_path_factory.mktemp("keys") / "keys", f"{OPERATOR}\n{TENANT} team\n")
     curve = {"zmq_server_key": str(curve_keys / "server.key_secret"), "zmq_client_keys": str(curve_keys / "clients")}
-    return module_start(host="0.0.0.0", api_keys=str(keys), zmq="tcp://0.0.0.0:*", **curve).wait_ready()  # noqa: S104
+    server = module_start(host="0.0.0.0", api_keys=str(keys), zmq="tcp://0.0.0.0:*", **curve).wait_ready()  # noqa: S104
+    yield server
+    assert server.stop() == 0
+    assert "Traceback" not in server.log
 
 
 def bearer(key: str) -> dict[str, str]:

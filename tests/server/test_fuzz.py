@@ -32,36 +32,66 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(ODD_TEXTS, inner, max_size=4), max_leaves=8
 )
 
+PLAUSIBLE = st.sampled_from([0, 1, 2, 0.5, True, False, None, "x", ["x"], [1, 2], {}, [], {"1": 1}]) | VALUES
+PROMPTS = st.sampled_from(["abc", "é🙂", ["a", "b"], [1, 2], [[1], [2, 3]]])
+MESSAGE = st.sampled_from([{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "x"}]}])
+MESSAGES = st.lists(MESSAGE, min_size=1, max_size=3) | st.lists(
+    st.builds(
+        lambda message, odd: message | odd, MESSAGE, st.dictionaries(st.sampled_from(["role", "content", "name", "x"]), PLAUSIBLE)
+    ),
+    max_size=3,
+)
+
+
+def mutated(valid: st.SearchStrategy[dict[str, Any]], fields: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
+    """What is valid, with up to two fields set to something else."""
+    return st.builds(lambda known, odd: known | odd, valid, st.dictionaries(st.sampled_from(fields), PLAUSIBLE, max_size=2))
+
+
+def broken(encoded: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """What is encoded, whole, cut off, or with a byte changed."""
+    cut = st.builds(lambda data, end: data[:-end], encoded, st.integers(1, 30))
+    flipped = st.builds(
+        lambda data, at, byte: data[: at % len(data)] + bytes([byte]) + data[at % len(data) + 1 :],
+        encoded,
+        st.integers(0, 999),
+        st.integers(0, 255),
+    )
+    return encoded | encoded | cut | flipped
+
+
 # --- HTTP --------------------------------------------------------------------------------------------------------------------
 
 FIELDS = ("model", "prompt", "messages", "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
           "logit_bias", "stream", "stream_options", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
           "namespace", "cache_salt", "logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "user")  # fmt: skip
-MESSAGES = st.lists(
-    st.fixed_dictionaries({}, optional={"role": ODD_TEXTS | st.just("user"), "content": VALUES, "name": VALUES}), max_size=3
-)
-REQUESTS = st.builds(
-    lambda known, limit, odd: known | {"max_tokens": limit} | odd,
-    st.fixed_dictionaries({"prompt": VALUES}) | st.fixed_dictionaries({"messages": MESSAGES}) | st.just({"prompt": "abc"}),
-    st.sampled_from([1, 2, 0, -1, 2**31, 2**63, 10**30, 1.5, "1", []]),
-    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
-)
-BODIES = (
-    st.binary(max_size=200)
-    | VALUES.map(lambda value: json.dumps(value).encode())
-    | REQUESTS.map(lambda body: json.dumps(body).encode())
-    | st.builds(lambda body, end: json.dumps(body).encode()[:-end], REQUESTS, st.integers(1, 30))
-)
-HTTP_INPUTS = st.tuples(st.sampled_from(["/v1/completions", "/v1/chat/completions"]), BODIES)
+LIMITS = st.sampled_from([1, 1, 1, 2, 0, 2**31, 2**63, 10**30, 1.5, "1"])  # never none: a chat would go on for a thousand tokens
+COMPLETIONS = mutated(st.fixed_dictionaries({"prompt": PROMPTS, "max_tokens": LIMITS}), FIELDS)
+CHATS = mutated(st.fixed_dictionaries({"messages": MESSAGES, "max_tokens": LIMITS}), FIELDS)
+ODD_BODIES = st.binary(max_size=200) | VALUES.map(lambda value: json.dumps(value).encode())
+
+
+def to(path: str, requests: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[tuple[str, bytes]]:
+    encoded = requests.map(lambda body: json.dumps(body).encode())
+    return st.tuples(st.just(path), broken(encoded) | broken(encoded) | ODD_BODIES)
+
+
+HTTP_INPUTS = to("/v1/completions", COMPLETIONS) | to("/v1/chat/completions", CHATS)
 
 # --- ZeroMQ ------------------------------------------------------------------------------------------------------------------
 
-TYPES = st.sampled_from(["submit", "cancel", "get_stats", "reset_cache", "generate", "chunk", "", "x"])
-SUBMITS = st.builds(
-    lambda known, params, odd: {"type": "submit"} | known | odd | {"params": params},
-    st.fixed_dictionaries({"id": ODD_TEXTS}, optional={"prompt": VALUES, "messages": MESSAGES}),
-    st.just({"max_tokens": 1}) | st.dictionaries(ODD_TEXTS, VALUES, max_size=2).map(lambda odd: {"max_tokens": 2} | odd),
-    st.dictionaries(st.sampled_from(["n", "namespace", "model", "surprise"]), VALUES, max_size=2),
+IDS = st.sampled_from(["1", "2", "3", "", "x" * 129])
+PARAMS = st.just({"max_tokens": 1}) | st.dictionaries(st.sampled_from(FIELDS), PLAUSIBLE, max_size=2).map(
+    lambda odd: odd | {"max_tokens": 2}
+)
+SUBMITS = mutated(
+    st.fixed_dictionaries({"type": st.just("submit"), "id": IDS, "prompt": PROMPTS, "params": PARAMS})
+    | st.fixed_dictionaries({"type": st.just("submit"), "id": IDS, "messages": MESSAGES, "params": PARAMS}),
+    ("n", "namespace", "model", "prompt", "messages", "id", "surprise"),
+)
+OTHERS = mutated(
+    st.fixed_dictionaries({"type": st.sampled_from(["cancel", "get_stats", "reset_cache", "generate", "chunk", ""]), "id": IDS}),
+    ("id", "type", "surprise"),
 )
 
 
@@ -72,15 +102,7 @@ def packed(value: object) -> bytes:
         return b"\xc1"
 
 
-PACKED = (
-    st.binary(max_size=100)
-    | VALUES.map(packed)
-    | SUBMITS.map(packed)
-    | st.builds(
-        lambda kind, odd: packed(odd | {"type": kind}), TYPES, st.dictionaries(ODD_TEXTS | st.just("id"), VALUES, max_size=3)
-    )
-    | st.builds(lambda submit, end: packed(submit)[:-end], SUBMITS, st.integers(1, 20))
-)
+PACKED = broken((SUBMITS | OTHERS).map(packed)) | st.binary(max_size=100) | VALUES.map(packed)
 ZMQ_INPUTS = PACKED.map(lambda body: [HEADER, body]) | st.lists(st.binary(max_size=50), min_size=1, max_size=4)
 
 
@@ -145,8 +167,8 @@ def test_no_http_body_is_answered_with_a_5xx(unharmed: Any, examples: int, recor
     count, growth = warm(unharmed, examples, HTTP_INPUTS, check)
     connection.close()
     record_property("finding", f"fuzzing: {count:,} HTTP bodies, answers {statuses}, memory {growth:+.1f} MB")
-    assert 200 in statuses
-    assert 400 in statuses
+    assert statuses[200] > count / 20
+    assert statuses[400] > count / 4
     assert growth < 32
 
 
@@ -177,7 +199,7 @@ def test_no_zeromq_message_is_answered_with_an_internal_error(unharmed: Any, exa
         count, growth = warm(unharmed, examples, ZMQ_INPUTS, check)
     record_property("finding", f"fuzzing: {count:,} ZeroMQ messages, answers {kinds}, memory {growth:+.1f} MB")
     assert kinds["invalid_request"] > count / 4
-    assert kinds["finished"] > 0
+    assert kinds["finished"] > count / 100
     assert growth < 32
 
 
