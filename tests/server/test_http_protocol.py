@@ -50,7 +50,7 @@ class App:
                 return
             body, more = body + message["body"], message["more_body"]
         if scope["path"] == "/late":
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(0.5)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
         await send({"type": "http.response.body", "body": body})
 
@@ -67,7 +67,7 @@ def app() -> App:
 
 @pytest.fixture
 def port(app: App, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    for name, seconds in (("HEAD_SECONDS", 0.4), ("BODY_SECONDS", 0.6), ("WRITE_SECONDS", 0.5)):
+    for name, seconds in (("HEAD_SECONDS", 0.3), ("BODY_SECONDS", 0.4), ("WRITE_SECONDS", 0.3)):
         monkeypatch.setattr(http_protocol, name, seconds)
     config = uvicorn.Config(
         app, http=TimedProtocol, ws="none", lifespan="off", log_config=None, port=0, h11_max_incomplete_event_size=MAX_HEAD_BYTES
@@ -114,7 +114,7 @@ def test_a_head_that_does_not_come_in_time_costs_the_connection(port: int, sent:
     with connect(port) as connection:
         connection.sendall(sent)
         status, message = refusal(everything(connection))
-    assert (status, message) == (408, "a request's line and headers must be sent within 0.4 s")
+    assert (status, message) == (408, "a request's line and headers must be sent within 0.3 s")
 
 
 def test_a_byte_now_and_then_gains_no_time(port: int, app: App) -> None:
@@ -135,7 +135,7 @@ def test_a_byte_now_and_then_gains_no_time(port: int, app: App) -> None:
 def test_a_body_that_does_not_come_in_time_ends_the_request(port: int, app: App) -> None:
     with connect(port) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345")
-        assert refusal(everything(connection)) == (408, "a request's body must be sent within 0.6 s")
+        assert refusal(everything(connection)) == (408, "a request's body must be sent within 0.4 s")
     wait_for_disconnect(app)
 
 
@@ -143,10 +143,9 @@ def test_an_answer_may_take_longer_than_a_request_and_the_next_request_has_its_f
     with connect(port) as connection:
         for _ in range(2):
             connection.sendall(b"POST /late HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n12")
-            time.sleep(0.2)
+            time.sleep(0.1)
             connection.sendall(b"345")
             assert connection.recv(65536).endswith(b"12345")
-            time.sleep(0.2)
 
 
 def test_a_reader_that_takes_nothing_is_cut_off_and_its_generation_let_go(port: int, app: App) -> None:
@@ -155,6 +154,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_its_generation_let_go(port: 
         assert app.generation.closed.wait(10)
 
 
+@pytest.mark.full
 def test_a_reader_that_takes_what_comes_is_not_cut_off(port: int, app: App) -> None:
     with connect(port) as connection:
         connection.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
