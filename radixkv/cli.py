@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -35,6 +36,8 @@ app = App(
     result_action="return_value",
 )
 
+ACCESS = Group("Access", help="Who may use the server; docs/security.md.", sort_key=0)
+LOAD = Group("Load", sort_key=0)
 ENGINE = Group("Engine", help="What the engine is started with.", sort_key=1)
 Engine = Annotated[EngineConfig, Parameter(name="*", group=ENGINE)]
 DEFAULTS = EngineConfig()
@@ -48,6 +51,11 @@ def serve(
     zmq: str | None = None,
     drain_timeout: Annotated[float, Parameter(validator=Number(gte=0, lte=86400))] = 20.0,
     hang_timeout: Annotated[float, Parameter(validator=Number(gte=2, lte=86400))] = 120.0,
+    api_keys: Annotated[Path | None, Parameter(group=ACCESS)] = None,
+    zmq_server_key: Annotated[Path | None, Parameter(group=ACCESS)] = None,
+    zmq_client_keys: Annotated[Path | None, Parameter(group=ACCESS)] = None,
+    max_waiting: Annotated[int, Parameter(group=LOAD, validator=Number(gte=1))] = 2048,
+    request_timeout: Annotated[float | None, Parameter(group=LOAD, validator=Number(gt=0))] = None,
     config: Engine = DEFAULTS,
 ) -> None:
     """Serve a model over the OpenAI HTTP API, and over ZeroMQ if asked.
@@ -57,7 +65,7 @@ def serve(
     Parameters
     ----------
     host
-        Address to listen on. There is no authentication: keep to loopback unless something in front provides it.
+        Address to listen on. Any but a loopback address needs API keys.
     port
         Port to listen on.
     zmq
@@ -66,10 +74,34 @@ def serve(
         Seconds that open requests have to end after SIGTERM; new ones are refused meanwhile. Ctrl-C does not wait.
     hang_timeout
         Replace a worker that is busy and has said nothing for so many seconds. Loading the model does not count.
+    api_keys
+        File of the keys that HTTP clients must send: one a line, or a key and the one namespace it is for. Keys may come in the
+        environment variable RADIXKV_API_KEY as well.
+    zmq_server_key
+        The server's CURVE key pair, a `.key_secret` file; with it, `--zmq` may be TCP on any address.
+    zmq_client_keys
+        Folder of the `.key` files of the clients that the ZeroMQ endpoint lets in.
+    max_waiting
+        Sequences of one namespace that may wait for their first token, fewer where others wait, too; further requests are told to
+        come again (429).
+    request_timeout
+        Seconds after which a request is ended with an error. Unlimited if not given.
     """
     from radixkv.server.launcher import serve as launch
 
-    launch(config, host=host, port=port, zmq=zmq, drain_timeout=drain_timeout, hang_timeout=hang_timeout)
+    launch(
+        config,
+        host=host,
+        port=port,
+        zmq=zmq,
+        drain_timeout=drain_timeout,
+        hang_timeout=hang_timeout,
+        api_keys=api_keys,
+        zmq_server_key=zmq_server_key,
+        zmq_client_keys=zmq_client_keys,
+        max_waiting=max_waiting,
+        request_timeout=request_timeout,
+    )
 
 
 @app.command

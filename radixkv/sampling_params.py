@@ -9,6 +9,7 @@ import msgspec
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the highest logit: float32 could not divide by them."""
 
@@ -82,6 +83,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(self.stop)} strings")
         _check(all(self.stop), "stop", "made of non-empty strings", list(self.stop))
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} token ids",
+            f"{len(self.stop_token_ids)} token ids",
+        )
         for token_id in self.stop_token_ids:
             _check(token_id >= 0, "stop_token_ids", "made of token ids of 0 or more", token_id)
         if self.logit_bias is not None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ import zmq.asyncio
 
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, TokenLogprobs
+from radixkv.server.curve import CurveClient
 from radixkv.server.errors import InvalidRequest, Unavailable
 from radixkv.server.messages import (
     Alive,
@@ -52,6 +54,7 @@ SILENCE_SECONDS = 10.0
 """A server that does not name a request for so long, though it names all that it has each second, is gone or has lost it."""
 DEFAULT_PARAMS = SamplingParams()
 Inbox = TypeVar("Inbox")
+KeyFile = Path | str
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -86,14 +89,19 @@ class _Waiting(Generic[Inbox]):
 class _Base(Generic[Inbox]):
     """What both clients share: what they put on their socket, for whom an answer is, and how long they wait for it."""
 
-    def __init__(self, endpoint: str, timeout: float | None) -> None:
+    def __init__(self, endpoint: str, timeout: float | None, server_key: KeyFile | None, client_key: KeyFile | None) -> None:
+        if (server_key is None) != (client_key is None):
+            raise ValueError("server_key and client_key must be given both or neither")
         self.endpoint = endpoint
         self.timeout = timeout
+        self._curve = None if server_key is None or client_key is None else CurveClient.load(server_key, client_key)
         self._parse: Parser[ToClient] = Parser(ToClient)
         self._ids = map(str, itertools.count())
         self._waiting: dict[str, _Waiting[Inbox]] = {}
 
     def _connect(self, socket: zmq.Socket[Any]) -> None:
+        if self._curve is not None:
+            self._curve.protect(socket)
         socket.setsockopt(zmq.LINGER, 500)  # so that a last Cancel arrives
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.IPV6, self.endpoint.startswith("tcp://["))
@@ -156,10 +164,20 @@ class Client(_Base[deque[ToClient]]):
     ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a server that is gone or has lost
     the request ends the waiting (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and
     limit.
+
+    A server that asks for CURVE keys (docs/security.md) takes two files: its own ``.key`` as ``server_key``, which proves to the
+    client that it is the right server, and the client's ``.key_secret`` as ``client_key``.
     """
 
-    def __init__(self, endpoint: str, *, timeout: float | None = None) -> None:
-        super().__init__(endpoint, timeout)
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout: float | None = None,
+        server_key: KeyFile | None = None,
+        client_key: KeyFile | None = None,
+    ) -> None:
+        super().__init__(endpoint, timeout, server_key, client_key)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._connect(self._socket)
@@ -233,8 +251,15 @@ class Client(_Base[deque[ToClient]]):
 class AsyncClient(_Base[asyncio.Queue[ToClient]]):
     """The same for asyncio: any number of requests at once, on one event loop.  Open it with ``async with``."""
 
-    def __init__(self, endpoint: str, *, timeout: float | None = None) -> None:
-        super().__init__(endpoint, timeout)
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout: float | None = None,
+        server_key: KeyFile | None = None,
+        client_key: KeyFile | None = None,
+    ) -> None:
+        super().__init__(endpoint, timeout, server_key, client_key)
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         self._connect(self._socket)

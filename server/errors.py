@@ -11,10 +11,12 @@ class ServerError(Exception):
 
     kind: ClassVar[str] = "internal"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after = retry_after
+        """Whole seconds after which sending the request again is worth it, where that can be said."""
 
 
 class InvalidRequest(ServerError, ValueError):
@@ -42,7 +44,34 @@ class Unavailable(ServerError):
     kind = "unavailable"
 
 
-_KINDS = {error.kind: error for error in (ServerError, InvalidRequest, UnknownModel, Unavailable)}
+class Unauthorized(ServerError):
+    """The server asks for a key, and what came with the request is none it knows."""
+
+    kind = "invalid_api_key"
+
+
+class Forbidden(ServerError):
+    """Whoever asks is known, and may not do this."""
+
+    kind = "forbidden"
+
+
+class Overloaded(ServerError):
+    """Too many requests wait already."""
+
+    kind = "overloaded"
+
+
+class TimedOut(ServerError):
+    """The request took longer than the server allows one to take."""
+
+    kind = "timeout"
+
+
+_KINDS = {
+    error.kind: error
+    for error in (ServerError, InvalidRequest, UnknownModel, Unavailable, Unauthorized, Forbidden, Overloaded, TimedOut)
+}
 
 
 def error_of(kind: str, message: str, param: str | None = None) -> ServerError:

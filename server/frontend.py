@@ -17,10 +17,11 @@ import msgspec
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput
-from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel
+from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavailable, UnknownModel
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
 from radixkv.server.recovery import Recovery
+from radixkv.server.waiting_room import Seats, WaitingRoom
 from radixkv.server.worker_client import WorkerClient
 
 Prompt = str | Sequence[int]
@@ -29,6 +30,8 @@ MAX_N = 128
 MAX_CHOICES = 1024
 MAX_STOP_LENGTH = 1000
 MAX_NAMESPACE_LENGTH = 256
+MAX_MESSAGES = 4096
+DEFAULT_MAX_WAITING = 2048
 INLINE_CHARACTERS = 1024
 """Texts up to this long are tokenised on the event loop, which that holds up for about a millisecond; longer ones in a thread."""
 
@@ -36,7 +39,16 @@ INLINE_CHARACTERS = 1024
 class Frontend:
     """Serves one model through whichever worker is attached.  All methods belong to one event loop."""
 
-    def __init__(self, model: str, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        vocab_size: int,
+        *,
+        max_waiting: int = DEFAULT_MAX_WAITING,
+        request_timeout: float | None = None,
+    ) -> None:
+        """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take."""
         self.model = model
         self.started = int(time.time())
         self.metrics = Metrics()
@@ -55,6 +67,8 @@ class Frontend:
         self._generations: set[Generation] = set()
         self._closed = asyncio.Event()
         self.max_model_len = 0
+        self._waiting_room = WaitingRoom(max_waiting)
+        self._request_timeout = request_timeout
 
     # --- the worker's comings and goings ---
 
@@ -132,8 +146,8 @@ class Frontend:
         None, and ``messages`` is a chat to answer.  ``clip_max_tokens`` takes ``params.max_tokens`` for a wish, cut to what the
         context has room for.  Choice ``i`` of a prompt draws with ``params.seed + i``.
 
-        Raises ``InvalidRequest`` naming field and limit, ``UnknownModel``, or ``Unavailable`` once the server is shutting down.
-        While the worker is being replaced, the request waits for the next one.
+        Raises ``InvalidRequest`` naming field and limit, ``UnknownModel``, ``Overloaded``, or ``Unavailable`` once the server is
+        shutting down.  While the worker is being replaced, the request waits for the next one.
         """
         arrival = time.monotonic()
         self._check_accepting()
@@ -146,10 +160,12 @@ class Frontend:
             raise InvalidRequest("prompt or messages must be given, and not both", param="prompt")
         field = "messages" if prompts is None else "prompt"
         _check(bool(prompts or messages), field, "at least one", 0)
+        num_prompts = 1 if prompts is None else len(prompts)
+        _check(num_prompts * n <= MAX_CHOICES, "prompt", f"at most {MAX_CHOICES // n} prompts with n={n}", num_prompts)
+        self._waiting_room.check(namespace, num_prompts * n)  # refused before it costs anything
         if prompts is None:
             token_lists = [await self._render_chat(messages or ())]
         else:
-            _check(len(prompts) * n <= MAX_CHOICES, "prompt", f"at most {MAX_CHOICES // n} prompts with n={n}", len(prompts))
             token_lists = [await self._tokenise(prompt) for prompt in prompts]
         requests = []
         for tokens in token_lists:
@@ -165,7 +181,11 @@ class Frontend:
                     )
                 )
         self._check_accepting()  # that may have changed while it was tokenised
-        generation = Generation(self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget)
+        seats = self._waiting_room.enter(namespace, num_prompts * n)
+        generation = Generation(
+            self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget,
+            seats=seats, timeout=self._request_timeout,
+        )  # fmt: skip
         self._generations.add(generation)
         return generation
 
@@ -228,6 +248,7 @@ class Frontend:
     async def _tokenise(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return await self._encode(prompt, "prompt", add_special_tokens=True)
+        _check(len(prompt) < self.max_model_len, "prompt", f"at most {self.max_model_len - 1} tokens", len(prompt))
         for token_id in prompt:
             _check(0 <= token_id < self._vocab_size, "prompt", f"made of token ids from 0 to {self._vocab_size - 1}", token_id)
         return list(prompt)
@@ -235,24 +256,21 @@ class Frontend:
     async def _render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         if self._chat_template.chat_template is None:
             raise InvalidRequest(f"model {self.model!r} has no chat template: use completions", param="messages")
+        _check(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}", len(messages))
+        self._check_characters(sum(len(message.text) for message in messages), "messages")  # before the template copies them
         turns = [
             {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
             for message in messages
         ]
         try:
             text = self._chat_template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError) as error:
+        except (jinja2.TemplateError, TypeError, OverflowError) as error:  # the last where it wants more than the sandbox gives
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", param="messages") from None
         return await self._encode(text, "messages", add_special_tokens=False)
 
     async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         """Off the event loop where it takes long, and not at all where the text can't fit."""
-        _check(
-            len(text) <= self.max_model_len * self._longest_token,
-            field,
-            f"at most {self.max_model_len - 1} tokens, of which none has over {self._longest_token} characters",
-            f"{len(text)} characters",
-        )
+        self._check_characters(len(text), field)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -261,6 +279,14 @@ class Frontend:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
         encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return encoding.ids  # type: ignore[no-any-return]
+
+    def _check_characters(self, count: int, field: str) -> None:
+        _check(
+            count <= self.max_model_len * self._longest_token,
+            field,
+            f"at most {self.max_model_len - 1} tokens, of which none has over {self._longest_token} characters",
+            f"{count} characters",
+        )
 
 
 class Generation:
@@ -280,17 +306,29 @@ class Generation:
         metrics: Metrics,
         arrival: float,
         on_close: Callable[[Generation], None],
+        *,
+        seats: Seats,
+        timeout: float | None,
     ) -> None:
         self._recovery = recovery
         self._on_close = on_close
+        self._seats = seats
+        self._timer = None
+        if timeout is not None:
+            left = max(0.0, arrival + timeout - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(left, self._time_out, timeout)
         self._metrics = metrics
         self._arrival = arrival
         self._per_prompt = choices_per_prompt
         self._queue: asyncio.Queue[Delta | ServerError | None] = asyncio.Queue()
         self._choices = [_Choice(i, request, stop, token_bytes) for i, request in enumerate(requests)]
         self._open = {choice.request_id: choice for choice in self._choices}
-        for choice, request in zip(self._choices, requests, strict=True):
-            recovery.generate(request, lambda output, choice=choice: self._take(choice, output))  # type: ignore[misc]
+        try:
+            for choice, request in zip(self._choices, requests, strict=True):
+                recovery.generate(request, lambda output, choice=choice: self._take(choice, output))  # type: ignore[misc]
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Generation:
         return self
@@ -310,6 +348,7 @@ class Generation:
             self._recovery.abort(list(self._open))
             self._metrics.request_success.labels("abort").inc(len(self._open))
             self._open.clear()
+        self._release()
         self._on_close(self)
 
     @property
@@ -330,12 +369,7 @@ class Generation:
         if not isinstance(output, ServerError) and output.finish_reason in ("abort", "error"):
             output = ServerError(output.error or "the engine gave up on the request")
         if isinstance(output, ServerError):
-            self._metrics.request_failure.labels(output.kind).inc(len(self._open))
-            del self._open[choice.request_id]
-            if self._open:
-                self._recovery.abort(list(self._open))
-                self._open.clear()
-            self._queue.put_nowait(output)
+            self._fail(output)
             return
         now = time.monotonic()
         self._observe(choice, output, now)
@@ -349,12 +383,30 @@ class Generation:
         self._metrics.request_success.labels(delta.finish_reason).inc()
         self._metrics.e2e_latency.observe(now - self._arrival)
         if not self._open:
+            self._release()
             self._queue.put_nowait(None)
+
+    def _fail(self, error: ServerError) -> None:
+        self._metrics.request_failure.labels(error.kind).inc(len(self._open))
+        self._recovery.abort(list(self._open))
+        self._open.clear()
+        self._release()
+        self._queue.put_nowait(error)
+
+    def _time_out(self, timeout: float) -> None:
+        self._fail(TimedOut(f"the request was not done within {timeout:g} s, which is all that this server gives one"))
+
+    def _release(self) -> None:
+        """What is held while a choice is open, beside the worker's blocks: seats and a timer."""
+        self._seats.close()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _observe(self, choice: _Choice, output: RequestOutput, now: float) -> None:
         count = len(output.token_ids)
         self._metrics.generation_tokens.inc(count)
         if choice.last_token_time is None:
+            self._seats.leave()
             self._metrics.began(choice.namespace, output.num_prompt_tokens, output.num_cached_tokens)
             self._metrics.time_to_first_token.observe(now - self._arrival)
         else:

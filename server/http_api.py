@@ -8,30 +8,43 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from litestar import Litestar, Request, Response, get, post, route
+from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
+from litestar.handlers import BaseRouteHandler
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixkv.server import openai
-from radixkv.server.errors import ServerError, Unavailable
+from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
+from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable
 from radixkv.server.frontend import Frontend, Generation
+from radixkv.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from radixkv.server.messages import Delta
 
 log = logging.getLogger("radixkv.server")
 
 MAX_BODY_BYTES = 16 * 2**20
-_STATUS = {"invalid_request": 400, "model_not_found": 404, "unavailable": 503}
+_STATUS = {
+    "invalid_request": 400,
+    "invalid_api_key": 401,
+    "forbidden": 403,
+    "model_not_found": 404,
+    "overloaded": 429,
+    "unavailable": 503,
+    "timeout": 504,
+}
 
 Receive = Callable[[], Any]
 Send = Callable[[dict[str, Any]], Any]
 T = TypeVar("T")
 
 
-def create_app(frontend: Frontend) -> Litestar:
-    """The ASGI application over ``frontend``."""
+def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
+    """The ASGI application over ``frontend``.  With ``keys``, every route asks for one, but for those marked ``open_to_all``."""
 
     @post("/v1/completions")
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
@@ -41,7 +54,7 @@ def create_app(frontend: Frontend) -> Litestar:
             body.prompts,
             body.sampling_params,
             n=body.n,
-            namespace=body.cache_namespace,
+            namespace=body.cache_namespace(request.state.caller),
             model=body.model,
             clip_max_tokens=body.max_tokens is None,
         )
@@ -56,7 +69,7 @@ def create_app(frontend: Frontend) -> Litestar:
             body.sampling_params,
             messages=body.messages,
             n=body.n,
-            namespace=body.cache_namespace,
+            namespace=body.cache_namespace(request.state.caller),
             model=body.model,
             clip_max_tokens=body.token_limit is None,
         )
@@ -81,7 +94,7 @@ def create_app(frontend: Frontend) -> Litestar:
             return _error(404, f"model {model.lstrip('/')!r} is not served here; {frontend.model!r} is", "model", "model_not_found")
         return _json(model_card())
 
-    @route("/health", http_method=["GET", "HEAD"])
+    @route("/health", http_method=["GET", "HEAD"], opt={"open_to_all": True})
     async def health() -> Response[bytes]:
         return _json({"status": frontend.status})
 
@@ -90,7 +103,7 @@ def create_app(frontend: Frontend) -> Litestar:
         frontend.check_ready()  # raises Unavailable: 503
         return _json({"status": "ok"})
 
-    @get("/metrics")
+    @get("/metrics", opt={"administration": True})
     async def metrics() -> Response[bytes]:
         try:
             stats = await frontend.stats()
@@ -98,11 +111,11 @@ def create_app(frontend: Frontend) -> Litestar:
             stats = None
         return Response(frontend.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
-    @get("/report")
+    @get("/report", opt={"administration": True})
     async def report() -> Response[bytes]:
         return _json(await frontend.stats())
 
-    @post("/reset_prefix_cache")
+    @post("/reset_prefix_cache", opt={"administration": True})
     async def reset_prefix_cache() -> Response[bytes]:
         await frontend.reset_cache()
         return _json({"status": "ok"})
@@ -110,6 +123,7 @@ def create_app(frontend: Frontend) -> Litestar:
     return Litestar(
         [completions, chat_completions, models, model, health, ready, metrics, report, reset_prefix_cache],
         before_request=_check_encoding,
+        guards=[_check_head, _Guard(keys)],
         exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
         request_max_body_size=MAX_BODY_BYTES,
         openapi_config=None,
@@ -284,6 +298,50 @@ def _check_encoding(request: Request[Any, Any, Any]) -> None:
         raise HTTPException(status_code=415, detail=f"content-encoding must be identity, got {encoding}: send it uncompressed")
 
 
+def _check_head(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+    headers = connection.scope["headers"]
+    if len(headers) > MAX_HEADERS:
+        raise HTTPException(status_code=431, detail=f"headers must be at most {MAX_HEADERS}, got {len(headers)}")
+    size = len(connection.scope["raw_path"]) + len(connection.scope["query_string"])
+    size += sum(len(name) + len(value) for name, value in headers)
+    if size > MAX_HEAD_BYTES:
+        raise HTTPException(
+            status_code=431, detail=f"headers must be at most {MAX_HEAD_BYTES} bytes with the request line, got {size}"
+        )
+
+
+class _Guard:
+    """Asks who is there before a route is run, so before a body is read, and keeps the answer as ``request.state.caller``."""
+
+    def __init__(self, keys: ApiKeys | None) -> None:
+        self._keys = keys
+
+    def __call__(self, connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        if handler.opt.get("open_to_all"):
+            return
+        connection.state.caller = caller = ANYONE if self._keys is None else self._known(self._keys, connection)
+        if self._keys is None:
+            _check_origin(connection)
+        if handler.opt.get("administration"):
+            caller.check_administrator()
+
+    def _known(self, keys: ApiKeys, connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
+        scheme, _, key = connection.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            raise Unauthorized("an API key must be sent, as in Authorization: Bearer KEY")
+        caller = keys.caller(key.strip())
+        if caller is None:
+            raise Unauthorized("the API key sent is not known here")
+        return caller
+
+
+def _check_origin(connection: ASGIConnection[Any, Any, Any, Any]) -> None:
+    """Without keys, everything on this machine may ask, but not the pages of other machines that a browser on it shows."""
+    origin = connection.headers.get("origin", "")
+    if origin and not is_loopback(urlsplit(origin).hostname or ""):
+        raise Forbidden(f"pages of {origin} may not use this server: it asks for no API keys")
+
+
 # --- errors ------------------------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +354,8 @@ def _event(value: Any) -> bytes:
 
 
 def _error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    type_ = "invalid_request_error" if status < 500 else "service_unavailable_error" if status == 503 else "internal_server_error"
+    types = {403: "permission_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+    type_ = types.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
@@ -305,7 +364,12 @@ def _error(status: int, message: str, param: str | None = None, code: str | None
 
 
 def _on_server_error(_: Request[Any, Any, Any], error: ServerError) -> Response[bytes]:
-    return _error(_STATUS.get(error.kind, 500), error.message, error.param, error.kind)
+    response = _error(_STATUS.get(error.kind, 500), error.message, error.param, error.kind)
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, Unauthorized):
+        response.headers["www-authenticate"] = "Bearer"
+    return response
 
 
 def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

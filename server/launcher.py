@@ -28,9 +28,12 @@ from zmq import IPC_PATH_MAX_LEN
 from radixkv.config import EngineConfig
 from radixkv.model.loader import ModelSource, load_model_config, resolve_model
 from radixkv.model.tokenizer import load_tokenizer
+from radixkv.server.access import API_KEY_VARIABLE, ApiKeys, is_loopback
+from radixkv.server.curve import CurveServer
 from radixkv.server.errors import Unavailable
-from radixkv.server.frontend import Frontend
+from radixkv.server.frontend import DEFAULT_MAX_WAITING, Frontend
 from radixkv.server.http_api import create_app
+from radixkv.server.http_protocol import MAX_HEAD_BYTES, WRITE_SECONDS, TimedProtocol
 from radixkv.server.messages import BEAT_SECONDS, Hello, Ready
 from radixkv.server.worker_client import WorkerClient
 from radixkv.server.zmq_api import ZmqDoor, check_endpoint
@@ -59,13 +62,19 @@ def serve(
     zmq: str | None = None,
     drain_timeout: float = 20.0,
     hang_timeout: float = 120.0,
+    api_keys: Path | str | None = None,
+    zmq_server_key: Path | str | None = None,
+    zmq_client_keys: Path | str | None = None,
+    max_waiting: int = DEFAULT_MAX_WAITING,
+    request_timeout: float | None = None,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> None:
     """Serve ``config.model`` over HTTP, and over ZeroMQ if an endpoint is given, until SIGINT or SIGTERM.
 
     Port 0 takes any free one.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A worker that is busy and says
-    nothing for ``hang_timeout`` seconds is replaced.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't
-    start, ``OSError`` also where worker after worker fails.
+    nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the two after it are what
+    :class:`CurveServer` loads, the two after those the frontend's.  Raises ``ValueError`` or ``OSError`` with a text for users
+    where it can't start, ``OSError`` also where worker after worker fails.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
@@ -75,27 +84,46 @@ def serve(
     ):
         if not least <= value <= MAX_TIMEOUT:
             raise ValueError(f"{name} must be between {least:g} and {MAX_TIMEOUT:g} seconds, got {value}")
+    keys = ApiKeys.load(None if api_keys is None else Path(api_keys))
+    if (zmq_server_key is None) != (zmq_client_keys is None):
+        raise ValueError("zmq-server-key and zmq-client-keys must be given both or neither")
+    curve = None
+    if zmq_server_key is not None and zmq_client_keys is not None:
+        curve = CurveServer.load(Path(zmq_server_key), Path(zmq_client_keys))
     if zmq is not None:
-        check_endpoint(zmq)
+        check_endpoint(zmq, secured=curve is not None, keys=keys is not None)
+    if max_waiting < 1:
+        raise ValueError(f"max-waiting must be at least 1, got {max_waiting}")
+    if request_timeout is not None and not 0 < request_timeout < float("inf"):
+        raise ValueError(f"request-timeout must be above 0 seconds, got {request_timeout}")
     with _bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
+        _check_reach(listener, keys)
+        doors = _Doors(listener, keys, zmq, curve)
         signals = _Signals()
         source = resolve_model(config.model)
         load_model_config(source)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(
-                signals.run(
-                    lambda: _serve(
-                        config,
-                        source,
-                        listener,
-                        zmq,
-                        worker_command,
-                        signals,
-                        drain_timeout=drain_timeout,
-                        hang_timeout=hang_timeout,
-                    )
-                )
-            )
+            patience = _Patience(drain_timeout, hang_timeout, request_timeout)
+            runner.run(signals.run(lambda: _serve(config, source, doors, max_waiting, patience, worker_command, signals)))
+
+
+@dataclass(frozen=True)
+class _Doors:
+    """Where clients come in, and what they have to show there."""
+
+    listener: socket.socket
+    keys: ApiKeys | None
+    zmq: str | None
+    curve: CurveServer | None
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """Seconds: for open requests after SIGTERM, for a busy worker that says nothing, and for a request (None: for ever)."""
+
+    drain: float
+    hang: float
+    request: float | None
 
 
 class _Signals:
@@ -149,44 +177,42 @@ def _nothing() -> None:
 async def _serve(
     config: EngineConfig,
     source: ModelSource,
-    listener: socket.socket,
-    zmq_endpoint: str | None,
+    doors: _Doors,
+    max_waiting: int,
+    patience: _Patience,
     worker_command: Sequence[str],
     signals: _Signals,
-    *,
-    drain_timeout: float,
-    hang_timeout: float,
 ) -> None:
     console = Console(stderr=True, highlight=False)
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         context = stack.enter_context(zmq.asyncio.Context())
-        door = None if zmq_endpoint is None else ZmqDoor(context, zmq_endpoint)
+        door = None if doors.zmq is None else ZmqDoor(context, doors.zmq, doors.curve)
         if door is not None:
             stack.callback(door.close)
-        supervisor = Supervisor(context, config, worker_command, hang_timeout)
+        supervisor = Supervisor(context, config, worker_command, patience.hang)
         stack.push_async_callback(supervisor.stop)
         with console.status(f"Loading {config.model}"):
             # The worker loads its weights meanwhile, in its own process.
             loading = asyncio.create_task(supervisor.start())
             stack.callback(loading.cancel)
             tokenizer, model = await asyncio.to_thread(lambda: (load_tokenizer(source), load_model_config(source)))
-            frontend = Frontend(source.name, tokenizer, model.vocab_size)
+            frontend = Frontend(source.name, tokenizer, model.vocab_size, max_waiting=max_waiting, request_timeout=patience.request)
             worker, stats = await loading
         stack.callback(frontend.detach, Unavailable("the server is shutting down"))
         try:
-            listener.listen(1024)
+            doors.listener.listen(1024)
         except OSError as error:  # another server has bound the port, too, and listened first
-            raise OSError(f"can't listen on {_address(listener)}: {error.strerror}") from None
+            raise OSError(f"can't listen on {_address(doors.listener)}: {error.strerror}") from None
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(supervisor.run(frontend, worker, stats))
-                address = _address(listener)
-                group.create_task(_serve_http(frontend, listener))
+                address = _address(doors.listener)
+                group.create_task(_serve_http(frontend, doors))
                 if door is not None:
                     group.create_task(door.run(frontend))
                     address += f" and {door.endpoint}"
-                group.create_task(_drain_when_terminated(frontend, signals, drain_timeout))
+                group.create_task(_drain_when_terminated(frontend, signals, patience.drain))
                 took = f"{time.monotonic() - began:.1f} s"
                 console.print(f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens", soft_wrap=True)
                 console.print(f"Serving on {address}  (Ctrl-C stops)", soft_wrap=True)
@@ -210,16 +236,19 @@ async def _drain_when_terminated(frontend: Frontend, signals: _Signals, timeout:
     signals.stop()
 
 
-async def _serve_http(frontend: Frontend, listener: socket.socket) -> None:
+async def _serve_http(frontend: Frontend, doors: _Doors) -> None:
     config = uvicorn.Config(
-        create_app(frontend),
+        create_app(frontend, doors.keys),
+        http=TimedProtocol,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
     )
     server = _HttpServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=[doors.listener]))
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
@@ -389,12 +418,24 @@ def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: the system itself gives up a client that takes nothing, or has vanished
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * WRITE_SECONDS))
         listener.bind(address)
     except OSError as error:
         listener.close()
         hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"can't listen on {host} port {port}: {error.strerror}{hint}") from None
     return listener
+
+
+def _check_reach(listener: socket.socket, keys: ApiKeys | None) -> None:
+    """Raise ``ValueError`` where other machines could use a server that asks for no keys."""
+    host = listener.getsockname()[0]
+    if keys is None and not is_loopback(host):
+        raise ValueError(
+            f"host must be a loopback address, as 127.0.0.1 is, unless API keys are set, got {host}: all who reach it could use "
+            f"the server. Write a key into a file of your own (chmod 600) and give --api-keys FILE, or set {API_KEY_VARIABLE}"
+        )
 
 
 def _address(listener: socket.socket) -> str:

@@ -12,10 +12,12 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from radixkv.detokenizer import Detokenizer
 from radixkv.sampling_params import SamplingParams
-from radixkv.server.errors import InvalidRequest
+from radixkv.server.access import Caller
+from radixkv.server.errors import Forbidden, InvalidRequest
 from radixkv.server.frontend import Frontend, Prompt
 from radixkv.server.messages import ChatMessage, Delta, Usage
 
@@ -25,6 +27,10 @@ DEFAULT_CHAT_TOKENS = 1024
 """The same for a chat, where the OpenAI API has no limit but the context."""
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't write, as in the OpenAI API."""
+
+MAX_DEPTH = 64
+"""Of arrays and objects in a body."""
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
 
 _NO_OP: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -74,12 +80,14 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_salt: str | None = None
     """Another way to keep caches apart.  Only its hash is kept."""
 
-    @property
-    def cache_namespace(self) -> str:
+    def cache_namespace(self, caller: Caller) -> str:
+        """The namespace that ``caller``'s request runs in.  Raises ``Forbidden`` where it is another's."""
         if self.cache_salt is None:
-            return self.namespace
+            return caller.namespace_for(self.namespace)
         if self.namespace:
             raise InvalidRequest("cache_salt must be left out where namespace is given", param="cache_salt")
+        if caller.namespace is not None:
+            raise Forbidden(f"cache_salt must be left out: this key is for namespace {caller.namespace!r}", param="cache_salt")
         return "salt-" + hashlib.sha256(self.cache_salt.encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
@@ -155,6 +163,7 @@ R = TypeVar("R", CompletionRequest, ChatRequest)
 
 def parse(body: bytes, kind: type[R]) -> R:
     """The request in an HTTP body.  Raises ``InvalidRequest`` naming the field, whatever the bytes."""
+    _check_depth(body)
     value = _json(body)
     if not isinstance(value, dict):
         raise InvalidRequest(f"body must be a JSON object, got {type(value).__name__}")
@@ -172,6 +181,20 @@ def parse(body: bytes, kind: type[R]) -> R:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, OverflowError) as error:
         raise _invalid(str(error)) from None
+
+
+def _check_depth(body: bytes) -> None:
+    """Raise ``InvalidRequest`` where arrays and objects nest too deep; takes time linear in the body, and parses nothing."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    # Without escapes every quote begins or ends a string.
+    marks = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS), dtype=np.uint8)
+    outside = (marks == ord('"')).cumsum(dtype=np.int32) % 2 == 0
+    opening, closing = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
+    steps = (opening & outside).view(np.int8) - (closing & outside).view(np.int8)
+    depth = int(steps.cumsum(dtype=np.int32).max(initial=0))
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"body must be JSON nested at most {MAX_DEPTH} deep, got {depth}")
 
 
 def _json(body: bytes) -> Any:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import socket
@@ -15,11 +14,14 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
+from radixkv.server.access import ANYONE, Caller, is_loopback
+from radixkv.server.curve import CurveServer
 from radixkv.server.errors import InvalidRequest, ServerError
 from radixkv.server.frontend import Frontend
 from radixkv.server.messages import (
@@ -56,9 +58,10 @@ MAX_OPEN = 1024
 class ZmqDoor:
     """Serves an endpoint from ``run`` on; what comes before that waits."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, curve: CurveServer | None = None) -> None:
         """Bind.  Raises ``ValueError`` for an endpoint that must not be served, ``OSError`` for one that can't be."""
-        check_endpoint(endpoint)
+        check_endpoint(endpoint, secured=curve is not None)
+        self._curve = curve
         self._parse: Parser[ToFrontend] = Parser(ToFrontend)
         self._tasks: dict[bytes, dict[str, asyncio.Task[None]]] = {}
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
@@ -71,11 +74,12 @@ class ZmqDoor:
         self._socket.setsockopt(zmq.LINGER, 200)
         if endpoint.startswith("tcp://["):
             self._socket.setsockopt(zmq.IPV6, 1)
+        self._authenticator = None if curve is None else curve.protect(context, self._socket)
         try:
             with _private_files():
                 self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._hang_up()
             raise OSError(error.errno, f"zmq endpoint {endpoint} can't be served: {error.strerror}") from None
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
@@ -84,19 +88,26 @@ class ZmqDoor:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_alive())
             while True:
-                client, *received = await self._socket.recv_multipart()
+                arrived = cast("list[zmq.Frame]", await self._socket.recv_multipart(copy=False))
+                caller = ANYONE if self._curve is None else self._curve.caller(arrived[-1])
+                client, *received = [frame.bytes for frame in arrived]
                 try:
-                    self._handle(frontend, client, self._parse(received), group)
+                    self._handle(frontend, client, caller, self._parse(received), group)
                 except ServerError as error:
                     self._send(client, Failed.of(error, id_of(received)))
 
     def close(self) -> None:
         """Hang up.  libzmq leaves the socket file, so it is removed here."""
-        self._socket.close()
+        self._hang_up()
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
-    def _handle(self, frontend: Frontend, client: bytes, message: ToFrontend, group: asyncio.TaskGroup) -> None:
+    def _hang_up(self) -> None:
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+    def _handle(self, frontend: Frontend, client: bytes, caller: Caller, message: ToFrontend, group: asyncio.TaskGroup) -> None:
         tasks = self._tasks.get(client, {})
         if isinstance(message, Cancel):
             if task := tasks.get(message.id):
@@ -109,7 +120,7 @@ class ZmqDoor:
             raise InvalidRequest(f"id {message.id!r} must not be that of an open request", param="id")
         if len(tasks) >= MAX_OPEN:
             raise InvalidRequest(f"open requests must be at most {MAX_OPEN} for one client")
-        task = group.create_task(self._serve(frontend, client, message))
+        task = group.create_task(self._serve(frontend, client, caller, message))
         self._tasks.setdefault(client, tasks)[message.id] = task
         # Not in the task itself: one that is cancelled before it starts runs none of its code.
         task.add_done_callback(lambda task: self._forget(client, message.id, task))
@@ -122,14 +133,16 @@ class ZmqDoor:
         if not tasks:
             del self._tasks[client]
 
-    async def _serve(self, frontend: Frontend, client: bytes, message: Submit | GetStats | ResetCache) -> None:
+    async def _serve(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit | GetStats | ResetCache) -> None:
         try:
             match message:
                 case Submit():
-                    await self._generate(frontend, client, message)
+                    await self._generate(frontend, client, caller, message)
                 case GetStats():
+                    caller.check_administrator()
                     self._send(client, Stats(id=message.id, stats=await frontend.stats()))
                 case ResetCache():
+                    caller.check_administrator()
                     await frontend.reset_cache()
                     self._send(client, Done(id=message.id))
         except ServerError as error:
@@ -140,13 +153,13 @@ class ZmqDoor:
                 client, Failed(id=message.id, kind="internal", message="the server failed on this request; its log says how")
             )
 
-    async def _generate(self, frontend: Frontend, client: bytes, message: Submit) -> None:
+    async def _generate(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit) -> None:
         generation = await frontend.submit(
             None if message.prompt is None else [message.prompt],
             message.params,
             messages=message.messages,
             n=message.n,
-            namespace=message.namespace,
+            namespace=caller.namespace_for(message.namespace),
             model=message.model,
         )
         with generation:
@@ -166,15 +179,22 @@ class ZmqDoor:
                 task.cancel()
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raise ``ValueError`` unless this is ``ipc://`` or loopback TCP, and ``OSError`` where its socket file is someone else's."""
+def check_endpoint(endpoint: str, *, secured: bool = False, keys: bool = False) -> None:
+    """Raise ``ValueError`` unless only those can use it who may, and ``OSError`` where its socket file is someone else's.
+
+    TCP must be ``secured`` by CURVE beyond loopback, and where HTTP asks for ``keys``.
+    """
     scheme, _, rest = endpoint.partition("://")
     if scheme == "tcp":
-        host = urlsplit(endpoint).hostname or ""
-        if host != "localhost" and not _is_loopback(host):
+        if not secured and not is_loopback(urlsplit(endpoint).hostname or ""):
             raise ValueError(
-                f"zmq must be a loopback address or ipc://, got {endpoint}: nothing on this wire is encrypted or authenticated "
-                "(to reach it from elsewhere, forward the port over SSH)"
+                f"zmq must be a loopback address or ipc://, got {endpoint}: without CURVE, nothing on this wire is encrypted or "
+                "authenticated (give --zmq-server-key and --zmq-client-keys, or forward the port over SSH)"
+            )
+        if not secured and keys:
+            raise ValueError(
+                f"zmq must be ipc:// where API keys are set, got {endpoint}: every user of this machine could use it without one "
+                "(or give --zmq-server-key and --zmq-client-keys)"
             )
         port = endpoint.rpartition(":")[2]
         if port != "*" and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
@@ -196,13 +216,6 @@ def check_endpoint(endpoint: str) -> None:
             raise OSError(f"zmq endpoint {endpoint}: there is no directory {path.parent}")
     else:
         raise ValueError(f"zmq must be an endpoint like ipc:///tmp/radixkv.sock or tcp://127.0.0.1:5555, got {endpoint!r}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_listening(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -172,10 +173,15 @@ def fetch_report(url: str, *, timeout: float = 10.0) -> Report:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"URL must begin with http:// or https://, got {url!r}")
     address = url.rstrip("/").removesuffix("/v1") + "/report"
+    request = urllib.request.Request(address)  # noqa: S310 (scheme checked above)
+    if keys := os.environ.get("RADIXKV_API_KEY", "").split():
+        request.add_unredirected_header("Authorization", f"Bearer {keys[0]}")
     try:
-        with urllib.request.urlopen(address, timeout=timeout) as response:  # noqa: S310 (scheme checked above)
+        with urllib.request.urlopen(request, timeout=timeout) as response:  # noqa: S310 (scheme checked above)
             body = response.read()
     except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise ConnectionError(f"{address} wants an API key without a namespace: set RADIXKV_API_KEY") from None
         raise ConnectionError(f"{address} answers {error.code} {error.reason}: is it a radixkv server?") from None
     except OSError as error:  # URLError and time-outs too
         raise ConnectionError(f"no server answers at {address}: {getattr(error, 'reason', error)}") from None

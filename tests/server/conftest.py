@@ -126,6 +126,13 @@ def start_server(model_folder: Path) -> Iterator[StartServer]:
         yield start
 
 
+@pytest.fixture(scope="module")
+def module_start(model_folder: Path) -> Iterator[StartServer]:
+    """Starts servers that end with the tests of a module."""
+    with starting(model_folder) as start:
+        yield start
+
+
 @pytest.fixture(scope="session")
 def server(model_folder: Path) -> Iterator[Server]:
     """One server for all tests that leave it as it was."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixkv.server.access import ANYONE
 from radixkv.server.errors import InvalidRequest
 from radixkv.server.openai import ChatRequest, CompletionRequest, parse
 
@@ -127,12 +128,12 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 
 
 def test_a_cache_salt_keeps_caches_apart_and_itself_secret() -> None:
-    one, other = completion(cache_salt="secret").cache_namespace, completion(cache_salt="other").cache_namespace
+    one, other = completion(cache_salt="secret").cache_namespace(ANYONE), completion(cache_salt="other").cache_namespace(ANYONE)
     assert one != other
     assert "secret" not in one
-    assert completion(namespace="tenant").cache_namespace == "tenant"
+    assert completion(namespace="tenant").cache_namespace(ANYONE) == "tenant"
     with pytest.raises(InvalidRequest, match="cache_salt"):
-        _ = completion(namespace="tenant", cache_salt="x").cache_namespace
+        _ = completion(namespace="tenant", cache_salt="x").cache_namespace(ANYONE)
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -168,7 +169,7 @@ def test_no_body_raises_anything_but_an_invalid_request(fields: dict[str, Any]) 
     for kind in (CompletionRequest, ChatRequest):
         try:
             request: Any = parse(body, kind)
-            _ = request.sampling_params, request.cache_namespace, request.include_usage
+            _ = request.sampling_params, request.cache_namespace(ANYONE), request.include_usage
             if isinstance(request, CompletionRequest):
                 _ = request.prompts
         except InvalidRequest as error:
