@@ -28,7 +28,7 @@ def request(i: int) -> dict[str, Any]:
     """The ``i``-th: streamed or not, text or chat, greedy or sampled, with stop strings, choices or penalties, over ZeroMQ."""
     body: dict[str, Any] = {
         "prompt": PREFIX * (i % 3) + f"Fact number {i % 50} is that",
-        "max_tokens": 8 + i * 7 % 33,
+        "max_tokens": 8 + i * 7 % 25,
         "temperature": 0,
         "ignore_eos": True,
     }

@@ -25,6 +25,7 @@ class EchoEngine:
     A prompt seen before in the same namespace counts as cached but for its last token.  Blocks are only counted.
 
     Bad prompts: ``[4, 4, n]`` kills the worker when it is to get output token ``n``, and ``[4, 5, n]`` after every ``n`` tokens.
+    A long one: ``[6, 6, n]`` takes ``n / 10`` seconds of steps that give it nothing.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -41,6 +42,7 @@ class EchoEngine:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._requests = 0
         self._begun: dict[str, int] = {}
+        self._arrived: dict[str, float] = {}
 
     def add(
         self,
@@ -59,6 +61,7 @@ class EchoEngine:
         self._requests += 1
         self._running[request_id] = (token_ids, params, len(output_token_ids), cached)
         self._begun[request_id] = len(output_token_ids)
+        self._arrived[request_id] = time.monotonic()
 
     def abort(self, request_id: str) -> bool:
         return self._running.pop(request_id, None) is not None
@@ -72,6 +75,8 @@ class EchoEngine:
         outputs = []
         for request_id, (prompt, params, count, cached) in list(self._running.items()):
             if prompt == [5, 5, 5]:  # one that gets no token, however long it waits
+                continue
+            if prompt[:2] == [6, 6] and time.monotonic() < self._arrived[request_id] + prompt[2] / 10:
                 continue
             self._misbehave(prompt, count, count - self._begun[request_id])
             token = prompt[(count + (params.seed or 0)) % len(prompt)]

@@ -298,9 +298,12 @@ def test_requests_that_kill_the_worker_are_refused_and_all_others_live(start_ser
 
 
 @pytest.mark.full
-def test_a_worker_that_hangs_is_replaced_and_nobody_notices(start_server: Any) -> None:
+def test_a_worker_that_hangs_is_replaced_and_nobody_notices_but_a_long_prompt_is_no_hang(start_server: Any) -> None:
     server = start_server(hang_timeout=2).wait_ready()
     (worker,) = server.worker_pids
+    long = httpx.post(f"{server.url}/v1/completions", json={"prompt": [6, 6, 28], "max_tokens": 1}, timeout=20)
+    assert long.status_code == 200
+    assert server.worker_pids == [worker]
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(streamed, server, prompt="abc", max_tokens=600)
         wait_until(lambda: server.report()["running"] == 1)
