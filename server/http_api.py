@@ -299,11 +299,11 @@ def _check_encoding(request: Request[Any, Any, Any]) -> None:
 
 
 def _check_head(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
-    headers = connection.scope["headers"]
+    headers = [name + value for name, value in connection.scope["headers"]]
     if len(headers) > MAX_HEADERS:
         raise HTTPException(status_code=431, detail=f"headers must be at most {MAX_HEADERS}, got {len(headers)}")
     size = len(connection.scope["raw_path"]) + len(connection.scope["query_string"])
-    size += sum(len(name) + len(value) for name, value in headers)
+    size += sum(map(len, headers))
     if size > MAX_HEAD_BYTES:
         raise HTTPException(
             status_code=431, detail=f"headers must be at most {MAX_HEAD_BYTES} bytes with the request line, got {size}"

@@ -63,7 +63,7 @@ class TimedProtocol(H11Protocol):
             return
         self._state = self.conn.their_state
         _cancel(self._reading)
-        seconds = {h11.IDLE: HEAD_SECONDS, h11.SEND_BODY: BODY_SECONDS}.get(self._state)  # type: ignore[call-overload]
+        seconds = {h11.IDLE: HEAD_SECONDS, h11.SEND_BODY: BODY_SECONDS}.get(self._state)
         self._reading = None if seconds is None else self.loop.call_later(seconds, self._too_slow, seconds)
 
     def _too_slow(self, seconds: float) -> None:

@@ -14,7 +14,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 import zmq
@@ -88,7 +87,7 @@ class ZmqDoor:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_alive())
             while True:
-                arrived = cast("list[zmq.Frame]", await self._socket.recv_multipart(copy=False))
+                arrived = await self._socket.recv_multipart(copy=False)
                 caller = ANYONE if self._curve is None else self._curve.caller(arrived[-1])
                 client, *received = [frame.bytes for frame in arrived]
                 try:
