@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -15,10 +13,12 @@ from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from radixkv.server import openai
 from radixkv.server.errors import ServerError, Unavailable
 from radixkv.server.frontend import Frontend, Generation
 from radixkv.server.messages import Delta
+from radixkv.server.openai.chat import ChatWriter
+from radixkv.server.openai.completions import CompletionWriter
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse
 
 log = logging.getLogger("radixkv.server")
 
@@ -35,8 +35,8 @@ def create_app(frontend: Frontend) -> Litestar:
 
     @post("/v1/completions")
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
-        body = openai.parse(await request.body(), openai.CompletionRequest)
-        answer = _Answer(request.receive, _CompletionWriter(frontend), stream=body.stream, usage=body.include_usage)
+        body = parse(await request.body(), CompletionRequest)
+        answer = _Answer(request.receive, CompletionWriter(frontend), stream=body.stream, usage=body.include_usage)
         generation = await frontend.submit(
             body.prompts,
             body.sampling_params,
@@ -49,8 +49,8 @@ def create_app(frontend: Frontend) -> Litestar:
 
     @post("/v1/chat/completions")
     async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
-        body = openai.parse(await request.body(), openai.ChatRequest)
-        answer = _Answer(request.receive, _ChatWriter(frontend), stream=body.stream, usage=body.include_usage)
+        body = parse(await request.body(), ChatRequest)
+        answer = _Answer(request.receive, ChatWriter(frontend), stream=body.stream, usage=body.include_usage)
         generation = await frontend.submit(
             None,
             body.sampling_params,
@@ -116,77 +116,10 @@ def create_app(frontend: Frontend) -> Litestar:
 # --- what a request is answered with -----------------------------------------------------------------------------------------
 
 
-class _CompletionWriter:
-    """Deltas as ``text_completion`` objects, whole or in chunks."""
-
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._logprobs: dict[int, openai.CompletionLogprobs] = {}
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
-
-    def whole(self, choices: list[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        return self._object([self._choice(delta) for delta in choices]) | {"usage": usage}
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        if delta.text or delta.finish_reason or delta.logprobs:
-            return [self._object([self._choice(delta)])]
-        return []
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._object([]) | {"usage": usage}
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": "text_completion", "choices": choices}
-
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs.setdefault(delta.index, openai.CompletionLogprobs(self._frontend))
-        return {"index": delta.index, "text": delta.text, "logprobs": logprobs(delta), "finish_reason": delta.finish_reason}
-
-
-class _ChatWriter:
-    """Deltas as a ``chat.completion``, or as ``chat.completion.chunk`` objects of which each choice's first names the role."""
-
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._begun: set[int] = set()
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
-
-    def whole(self, choices: list[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        answers = [
-            {
-                "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                "logprobs": openai.chat_logprobs(self._frontend, delta),
-                "finish_reason": delta.finish_reason,
-            }
-            for delta in choices
-        ]
-        return self._head | {"object": "chat.completion", "choices": answers, "usage": usage}
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        found = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}, None, None))
-        if delta.text or delta.logprobs:
-            logprobs = openai.chat_logprobs(self._frontend, delta)
-            found.append(self._chunk(delta.index, {"content": delta.text}, logprobs, None))
-        if delta.finish_reason:
-            found.append(self._chunk(delta.index, {}, None, delta.finish_reason))
-        return found
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}
-
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
-
-
 class _Answer:
     """How a request is to be answered; made, and so checked, before anything is generated."""
 
-    def __init__(self, receive: Receive, writer: _CompletionWriter | _ChatWriter, *, stream: bool, usage: bool) -> None:
+    def __init__(self, receive: Receive, writer: CompletionWriter | ChatWriter, *, stream: bool, usage: bool) -> None:
         self._receive = receive
         self._writer = writer
         self._stream = stream
@@ -200,7 +133,7 @@ class _Answer:
             choices = await unless_gone(self._receive, _collect(generation))
         if choices is None:
             return Response(b"", status_code=499)  # type: ignore[return-value]  # nobody reads it
-        return _json(self._writer.whole(choices, openai.usage_json(generation.usage)))  # type: ignore[return-value]
+        return _json(self._writer.whole(choices, generation.usage))  # type: ignore[return-value]
 
 
 async def _collect(generation: Generation) -> list[Delta]:
@@ -220,14 +153,14 @@ async def _collect(generation: Generation) -> list[Delta]:
     ]
 
 
-async def _events(writer: _CompletionWriter | _ChatWriter, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
+async def _events(writer: CompletionWriter | ChatWriter, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
     """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
     try:
         async for delta in generation:
             for chunk in writer.chunks(delta):
                 yield _event(chunk)
         if usage:
-            yield _event(writer.usage_chunk(openai.usage_json(generation.usage)))
+            yield _event(writer.usage_chunk(generation.usage))
     except ServerError as error:
         yield _event(_error_body(_STATUS.get(error.kind, 500), error.message, error.param, error.kind))
     yield b"data: [DONE]\n\n"

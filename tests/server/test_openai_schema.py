@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.server.errors import InvalidRequest
-from radixkv.server.openai import ChatRequest, CompletionRequest, parse
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

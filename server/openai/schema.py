@@ -1,4 +1,4 @@
-"""The OpenAI API's requests and responses as typed structs, and what they mean to the frontend.
+"""The OpenAI API's requests as typed structs, and what they mean to the frontend.
 
 Fields that this server can't honour are refused by name; those that change nothing about the answer (``user``, ``metadata``, ...)
 are accepted, and so is a null anywhere, and an unsupported field set to what it does anyway (``echo: false``).
@@ -13,18 +13,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from radixkv.detokenizer import Detokenizer
 from radixkv.sampling_params import SamplingParams
 from radixkv.server.errors import InvalidRequest
-from radixkv.server.frontend import Frontend, Prompt
-from radixkv.server.messages import ChatMessage, Delta, Usage
+from radixkv.server.frontend import Prompt
+from radixkv.server.messages import ChatMessage
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that names none, as the OpenAI API documents."""
 DEFAULT_CHAT_TOKENS = 1024
 """The same for a chat, where the OpenAI API has no limit but the context."""
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON can't write, as in the OpenAI API."""
 
 _NO_OP: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -223,56 +220,3 @@ def _token_id(key: str) -> int:
     if not re.fullmatch(r"[0-9]{1,10}", key):
         raise InvalidRequest(f"logit_bias must be keyed by token ids, got {key!r}", param="logit_bias")
     return int(key)
-
-
-# --- responses ---------------------------------------------------------------------------------------------------------------
-
-
-def usage_json(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def chat_logprobs(frontend: Frontend, delta: Delta) -> dict[str, Any] | None:
-    """The ``logprobs`` of a chat choice."""
-    if delta.logprobs is None:
-        return None
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = frontend.token_bytes.raw(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(raw)}
-
-    return {
-        "content": [
-            {**entry(token.token_id, token.logprob), "top_logprobs": [entry(*alternative) for alternative in token.top]}
-            for token in delta.logprobs
-        ]
-    }
-
-
-class CompletionLogprobs:
-    """The ``logprobs`` of a completion choice's deltas, in order; keeps count of where in the text each token begins."""
-
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._detokenizer = Detokenizer(frontend.token_bytes)
-        self._offset = 0
-
-    def __call__(self, delta: Delta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
-        name = self._frontend.token_text
-        offsets = []
-        for token in delta.logprobs:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.feed([token.token_id]))
-        return {
-            "tokens": [name(token.token_id) for token in delta.logprobs],
-            "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in delta.logprobs],
-            "top_logprobs": [{name(id): max(logprob, LOWEST_LOGPROB) for id, logprob in token.top} for token in delta.logprobs],
-            "text_offset": offsets,
-        }
