@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
 from radixkv.server.errors import InvalidRequest, ServerError, error_of
@@ -86,6 +87,7 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     token_ids: list[int]
     params: SamplingParams
     namespace: str = ""
+    retention: Retention | None = None
 
 
 class Abort(Request, frozen=True, kw_only=True, tag="abort"):
@@ -126,16 +128,45 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that an assistant's turn called."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a conversation.  Which roles exist is up to the model's chat template."""
+    """One turn of a conversation.  Which roles exist is up to the model's chat template; ``developer`` is ``system`` to it.
+
+    A turn with ``tool_calls`` may have no content; one with the role ``tool`` answers the call that ``tool_call_id`` names.
+    """
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls must be left out unless role is assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id must be given where role is tool, and only there")
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
 
 
 class Submit(Request, frozen=True, kw_only=True, tag="submit"):
@@ -149,6 +180,8 @@ class Submit(Request, frozen=True, kw_only=True, tag="submit"):
     n: int = 1
     namespace: str = ""
     model: str | None = None
+    retention: Retention | None = None
+    """Priority and seconds."""
 
 
 class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
@@ -178,6 +211,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     """Prompt tokens that no choice had to compute."""
     completion_tokens: int
+    missed: dict[str, int] = {}
+    """The prompt tokens that were computed, by the reason why they were not cached (docs/cache.md)."""
 
 
 class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):

@@ -80,7 +80,13 @@ class Worker:
         match message:
             case Generate():
                 try:
-                    engine.add(message.request_id, message.token_ids, message.params, namespace=message.namespace)
+                    engine.add(
+                        message.request_id,
+                        message.token_ids,
+                        message.params,
+                        namespace=message.namespace,
+                        retention=message.retention,
+                    )
                 except ValueError as error:
                     self._send(Failed.of(InvalidRequest.of(error), message.request_id))
                 except Exception as error:  # one bad request must not end all others

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput, TokenLogprobs
@@ -36,7 +37,15 @@ class EchoEngine:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._requests = 0
 
-    def add(self, request_id: str, token_ids: list[int], params: SamplingParams, *, namespace: str = "") -> None:
+    def add(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        namespace: str = "",
+        retention: Retention | None = None,
+    ) -> None:
         if token_ids == [3, 3, 3]:  # a limit that only the engine knows
             raise ValueError("prompt must not be three threes")
         if token_ids == [4, 4, 4]:
