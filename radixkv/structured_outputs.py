@@ -62,10 +62,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if not isinstance(schema, dict):
                 raise ValueError(f"got {type(schema).__name__}")
             return spaced(schema, lenient=self.lenient)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of the text, too
             raise ValueError(f"structured_outputs.json must be a JSON schema, an object: {error}") from None
 
 
 def spaced(schema: dict[str, Any], *, lenient: bool) -> str:
-    """A JSON schema as text that also says how to space the output."""
-    return json.dumps(schema | {"x-guidance": COMPACT | {"lenient": lenient}})
+    """A JSON schema as text that also says how to space the output.  Raises ``ValueError`` where it is nested too deeply."""
+    try:
+        return json.dumps(schema | {"x-guidance": COMPACT | {"lenient": lenient}})
+    except RecursionError:
+        raise ValueError("a schema must be nested less deeply") from None

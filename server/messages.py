@@ -204,7 +204,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens counted over all choices; a prompt counts once however many choices it has."""
 
     prompt_tokens: int

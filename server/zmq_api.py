@@ -148,6 +148,7 @@ class ZmqDoor:
             n=message.n,
             namespace=message.namespace,
             model=message.model,
+            retention=message.retention,
         )
         with generation:
             async for delta in generation:

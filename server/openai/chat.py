@@ -4,43 +4,67 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, ClassVar
 
 from radixkv.server.frontend import Frontend
 from radixkv.server.messages import Delta, Usage
 from radixkv.server.openai.usage import LOWEST_LOGPROB, usage_json
+from radixkv.server.tools import CallParser, CallPart, split_calls
 
 
 class ChatWriter:
     """Writes the answer to one ``POST /v1/chat/completions``."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    ends_with_done: ClassVar[bool] = True
+
+    def __init__(self, frontend: Frontend, *, tools: bool) -> None:
+        """With ``tools``, calls are looked for in what the model writes."""
         self._frontend = frontend
-        self._begun: set[int] = set()
+        self._tools = tools
+        self._parsers: dict[int, CallParser] = {}
+        """Of the choices that have begun."""
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
 
     def whole(self, choices: list[Delta], usage: Usage) -> dict[str, Any]:
-        answers = [
-            {
-                "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                "logprobs": chat_logprobs(self._frontend, delta),
-                "finish_reason": delta.finish_reason,
-            }
-            for delta in choices
-        ]
-        return self._head | {"object": "chat.completion", "choices": answers, "usage": usage_json(usage)}
+        return self._head | {
+            "object": "chat.completion",
+            "choices": [self._choice(delta) for delta in choices],
+            "usage": usage_json(usage),
+        }
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        text, calls = split_calls(delta.text) if self._tools else (delta.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": chat_logprobs(self._frontend, delta),
+            "finish_reason": _finish_reason(delta, called=bool(calls)),
+        }
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         found = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = CallParser()
             found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}, None, None))
-        if delta.text or delta.logprobs:
-            logprobs = chat_logprobs(self._frontend, delta)
-            found.append(self._chunk(delta.index, {"content": delta.text}, logprobs, None))
+        parser = self._parsers[delta.index]
+        pieces: list[str | CallPart] = [delta.text] if delta.text else []
+        if self._tools:
+            pieces = parser.feed(delta.text, final=delta.finish_reason is not None)
+        logprobs = chat_logprobs(self._frontend, delta)
+        if logprobs and not pieces:  # tokens whose text is held back
+            pieces = [""]
+        for piece in pieces:
+            content = {"content": piece} if isinstance(piece, str) else {"tool_calls": [_call_chunk(piece)]}
+            found.append(self._chunk(delta.index, content, logprobs, None))
+            logprobs = None
         if delta.finish_reason:
-            found.append(self._chunk(delta.index, {}, None, delta.finish_reason))
+            found.append(self._chunk(delta.index, {}, None, _finish_reason(delta, called=parser.num_calls > 0)))
         return found
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -49,6 +73,21 @@ class ChatWriter:
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+def _call_chunk(part: CallPart) -> dict[str, Any]:
+    if part.id is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    return {
+        "index": part.index,
+        "id": part.id,
+        "type": "function",
+        "function": {"name": part.name, "arguments": part.arguments},
+    }
+
+
+def _finish_reason(delta: Delta, *, called: bool) -> str | None:
+    return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
 
 def chat_logprobs(frontend: Frontend, delta: Delta) -> dict[str, Any] | None:

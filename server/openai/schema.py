@@ -1,7 +1,6 @@
 """The OpenAI API's requests as typed structs, and what they mean to the frontend.
 
-Fields that this server can't honour are refused by name; those that change nothing about the answer (``user``, ``metadata``, ...)
-are accepted, and so is a null anywhere, and an unsupported field set to what it does anyway (``echo: false``).
+A null counts as a field left out, anywhere.  ``fields`` says what becomes of those that are no members of these structs.
 """
 
 from __future__ import annotations
@@ -9,41 +8,41 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.server.errors import InvalidRequest
-from radixkv.server.frontend import Prompt
+from radixkv.server.frontend import MAX_N, Prompt
 from radixkv.server.messages import ChatMessage
+from radixkv.server.openai.fields import drop_unneeded
+from radixkv.server.tools import END, Function, ToolUse, tool_use
+from radixkv.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that names none, as the OpenAI API documents."""
 DEFAULT_CHAT_TOKENS = 1024
 """The same for a chat, where the OpenAI API has no limit but the context."""
 
-_NO_OP: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-}
-_HARMLESS = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls",
-)  # fmt: skip
-
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Accepted, does nothing."""
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation must be false: events are not padded")
+
+
+class RetentionField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evict the request's prefix after others for a while: ``priority`` falls by one whenever ``seconds`` pass without a hit."""
+
+    priority: int = 1
+    seconds: float
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +69,10 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The prefix cache's tenant: requests share cached prefixes with their own namespace only."""
     cache_salt: str | None = None
     """Another way to keep caches apart.  Only its hash is kept."""
+    retention: RetentionField | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    """``24h`` is a retention of priority 1 for a day."""
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def cache_namespace(self) -> str:
@@ -85,7 +88,13 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidRequest("stream_options must be left out unless stream is true", param="stream_options")
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    @property
+    def cache_retention(self) -> Retention | None:
+        if self.retention is not None:
+            return Retention(self.retention.priority, self.retention.seconds)
+        return Retention(1, 86400.0) if self.prompt_cache_retention == "24h" else None
+
+    def _sampling(self, max_tokens: int, logprobs: int | None, outputs: StructuredOutputs | None) -> SamplingParams:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -101,6 +110,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            structured_outputs=outputs,
         )
 
 
@@ -109,6 +119,21 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    best_of: int | None = None
+    """Generate this many choices, and answer with the ``n`` whose tokens have the highest mean log-probability."""
+    echo: bool = False
+    """Put the prompt before the text."""
+
+    @property
+    def num_choices(self) -> int:
+        """Choices to generate."""
+        if self.best_of is None:
+            return self.n
+        if not self.n <= self.best_of <= MAX_N:
+            raise InvalidRequest(f"best_of must be between n, which is {self.n}, and {MAX_N}, got {self.best_of}", param="best_of")
+        if self.best_of > self.n and self.stream:
+            raise InvalidRequest("best_of must be n where stream is true: the best are known at the end", param="best_of")
+        return self.best_of
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -124,7 +149,60 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def sampling_params(self) -> SamplingParams:
-        return self._sampling(DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo must be false where logprobs is given: a cached prompt is not computed again, so its tokens have none",
+                param="echo",
+            )
+        logprobs = 0 if self.logprobs is None and self.num_choices > self.n else self.logprobs
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling(max_tokens, logprobs, self.structured_outputs)
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Free text."""
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    """Not shown to the model, nor is the description."""
+    description: str | None = None
+    schema: dict[str, Any] = {}
+    strict: bool | None = None
+    """Refuse a schema with keywords that can't be enforced, rather than leave those unenforced."""
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: Function
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """Call this function."""
+
+    function: FunctionName
+
+
+class FunctionNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+class AllowedFunctions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    """Call none but these."""
+
+    allowed_tools: FunctionNames
 
 
 class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,6 +212,43 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat = TextFormat()
+    tools: list[FunctionTool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        functions = [tool.function for tool in self.tools]
+        match self.tool_choice:
+            case NamedFunction(function):
+                return tool_use(functions, "required", [function.name], parallel=False)
+            case AllowedFunctions(allowed):
+                names = [tool.function.name for tool in allowed.tools]
+                return tool_use(functions, allowed.mode, names, parallel=self.parallel_tool_calls)
+            case mode:
+                return tool_use(functions, mode or "auto", None, parallel=self.parallel_tool_calls)
+
+    @property
+    def form_field(self) -> str:
+        """The field that a form of the output comes from, for errors."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return "response_format" if self.tool_use is None else "tools"
+
+    @property
+    def _outputs(self) -> StructuredOutputs | None:
+        wanted = self.structured_outputs
+        match self.response_format:
+            case JsonObjectFormat():
+                wanted = StructuredOutputs(json_object=True)
+            case JsonSchemaFormat(schema):
+                wanted = StructuredOutputs(json=schema.schema, lenient=not schema.strict)
+        if self.structured_outputs is not None and (wanted is not self.structured_outputs or self.tool_use is not None):
+            raise InvalidRequest(
+                "structured_outputs must be left out where response_format or tools are given", param="structured_outputs"
+            )
+        return wanted if self.tool_use is None else self.tool_use.outputs(wanted)
 
     @property
     def token_limit(self) -> int | None:
@@ -144,10 +259,13 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs must be left out unless logprobs is true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(DEFAULT_CHAT_TOKENS if self.token_limit is None else self.token_limit, logprobs)
+        params = self._sampling(DEFAULT_CHAT_TOKENS if self.token_limit is None else self.token_limit, logprobs, self._outputs)
+        if self.tool_use is not None and not self.tool_use.parallel and params.structured_outputs is None:
+            return msgspec.structs.replace(params, stop=(*params.stop, END))  # what follows a call would be another one
+        return params
 
 
-R = TypeVar("R", CompletionRequest, ChatRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 def parse(body: bytes, kind: type[R]) -> R:
@@ -157,14 +275,15 @@ def parse(body: bytes, kind: type[R]) -> R:
         raise InvalidRequest(f"body must be a JSON object, got {type(value).__name__}")
     fields: dict[str, Any] = _without_nulls(value)
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    for field in [*fields]:
-        if field not in known and (field in _HARMLESS or fields[field] in _NO_OP.get(field, ())):
-            del fields[field]
+    drop_unneeded(fields, known)
     for message in fields["messages"] if isinstance(fields.get("messages"), list) else ():
         if isinstance(message, dict):  # an answer given back as it came, say
             for field in ("tool_calls", "annotations"):
                 if message.get(field) == []:
                     del message[field]
+    for item in fields["input"] if isinstance(fields.get("input"), list) else ():
+        if isinstance(item, dict) and "role" in item:
+            item.setdefault("type", "message")
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, OverflowError) as error:
@@ -214,6 +333,18 @@ def _invalid(text: str) -> InvalidRequest:
         place = f"{place}.{missing[1]}" if place else missing[1]
         return InvalidRequest(f"{place} is required", param=place)
     return InvalidRequest(f"{place or 'body'}: {reason}", param=place or None)
+
+
+@contextmanager
+def renaming(fields: dict[str, str]) -> Iterator[None]:
+    """Where a field is refused that came from another one, name that."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = fields.get(error.param or "", error.param)
+        if name is None or name == error.param:
+            raise
+        raise InvalidRequest(error.message.replace(error.param or "", name, 1), param=name) from None
 
 
 def _token_id(key: str) -> int:
