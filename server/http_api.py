@@ -18,7 +18,9 @@ from radixkv.server.frontend import Frontend, Generation
 from radixkv.server.messages import Delta
 from radixkv.server.openai.chat import ChatWriter
 from radixkv.server.openai.completions import CompletionWriter
-from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse
+from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse, renaming
+from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("radixkv.server")
 
@@ -27,6 +29,7 @@ _STATUS = {"invalid_request": 400, "model_not_found": 404, "unavailable": 503}
 
 Receive = Callable[[], Any]
 Send = Callable[[dict[str, Any]], Any]
+Writer = CompletionWriter | ChatWriter | ResponseWriter
 T = TypeVar("T")
 
 
@@ -36,31 +39,54 @@ def create_app(frontend: Frontend) -> Litestar:
     @post("/v1/completions")
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), CompletionRequest)
-        answer = _Answer(request.receive, CompletionWriter(frontend), stream=body.stream, usage=body.include_usage)
+        answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.include_usage)
         generation = await frontend.submit(
             body.prompts,
             body.sampling_params,
-            n=body.n,
+            n=body.num_choices,
             namespace=body.cache_namespace,
             model=body.model,
             clip_max_tokens=body.max_tokens is None,
+            retention=body.cache_retention,
         )
         return await answer.of(generation)
 
     @post("/v1/chat/completions")
     async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), ChatRequest)
-        answer = _Answer(request.receive, ChatWriter(frontend), stream=body.stream, usage=body.include_usage)
-        generation = await frontend.submit(
-            None,
-            body.sampling_params,
-            messages=body.messages,
-            n=body.n,
-            namespace=body.cache_namespace,
-            model=body.model,
-            clip_max_tokens=body.token_limit is None,
-        )
-        return await answer.of(generation)
+        writer = ChatWriter(frontend, tools=body.tool_use is not None)
+        answer = _Answer(request.receive, writer, stream=body.stream, usage=body.include_usage)
+        return await answer.of(await submit_chat(body))
+
+    @post("/v1/responses")
+    async def responses(request: Request[Any, Any, Any]) -> ASGIApp:
+        body = parse(await request.body(), ResponsesRequest)
+        answer = _Answer(request.receive, ResponseWriter(frontend, body), stream=body.stream, usage=True)
+        return await answer.of(await submit_chat(body.chat, ResponsesRequest.NAMES))
+
+    async def submit_chat(body: ChatRequest, names: dict[str, str] = {}) -> Generation:  # noqa: B006
+        with renaming(names), renaming({"structured_outputs": body.form_field}):
+            return await frontend.submit(
+                None,
+                body.sampling_params,
+                messages=body.messages,
+                n=body.n,
+                namespace=body.cache_namespace,
+                model=body.model,
+                clip_max_tokens=body.token_limit is None,
+                tools=body.tool_use,
+                retention=body.cache_retention,
+            )
+
+    @post("/tokenize")
+    async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+        body = parse(await request.body(), TokenizeRequest)
+        return _json(await body.answer(frontend))
+
+    @post("/detokenize")
+    async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+        body = parse(await request.body(), DetokenizeRequest)
+        return _json(body.answer(frontend))
 
     def model_card() -> dict[str, Any]:
         return {
@@ -104,7 +130,19 @@ def create_app(frontend: Frontend) -> Litestar:
         return _json({"status": "ok"})
 
     return Litestar(
-        [completions, chat_completions, models, model, health, metrics, report, reset_prefix_cache],
+        [
+            completions,
+            chat_completions,
+            responses,
+            tokenize,
+            detokenize,
+            models,
+            model,
+            health,
+            metrics,
+            report,
+            reset_prefix_cache,
+        ],
         before_request=_check_encoding,
         exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
         request_max_body_size=MAX_BODY_BYTES,
@@ -119,7 +157,7 @@ def create_app(frontend: Frontend) -> Litestar:
 class _Answer:
     """How a request is to be answered; made, and so checked, before anything is generated."""
 
-    def __init__(self, receive: Receive, writer: CompletionWriter | ChatWriter, *, stream: bool, usage: bool) -> None:
+    def __init__(self, receive: Receive, writer: Writer, *, stream: bool, usage: bool) -> None:
         self._receive = receive
         self._writer = writer
         self._stream = stream
@@ -153,7 +191,7 @@ async def _collect(generation: Generation) -> list[Delta]:
     ]
 
 
-async def _events(writer: CompletionWriter | ChatWriter, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
+async def _events(writer: Writer, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
     """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
     try:
         async for delta in generation:
@@ -163,7 +201,8 @@ async def _events(writer: CompletionWriter | ChatWriter, generation: Generation,
             yield _event(writer.usage_chunk(generation.usage))
     except ServerError as error:
         yield _event(_error_body(_STATUS.get(error.kind, 500), error.message, error.param, error.kind))
-    yield b"data: [DONE]\n\n"
+    if writer.ends_with_done:
+        yield b"data: [DONE]\n\n"
 
 
 class EventStream:
@@ -220,8 +259,9 @@ def _json(value: Any, status: int = 200) -> Response[bytes]:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _event(value: dict[str, Any]) -> bytes:
+    name = b"event: " + value["type"].encode() + b"\n" if "type" in value else b""
+    return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
