@@ -54,18 +54,6 @@ class Miss:
     def num_tokens(self) -> int:
         return self.in_flight + self.evicted + self.partial_block + self.diverged + self.new + self.last_token
 
-    def by_reason(self) -> dict[str, int]:
-        """Tokens by reason, those with none left out."""
-        counts: dict[str, int] = {
-            "in_flight": self.in_flight,
-            "evicted": self.evicted,
-            "partial_block": self.partial_block,
-            "diverged": self.diverged,
-            "new": self.new,
-            "last_token": self.last_token,
-        }
-        return {reason: count for reason, count in counts.items() if count}
-
 
 class Finding(NamedTuple):
     """What ``acquire`` found out about a miss, at the least cost; most are never looked at."""
@@ -86,6 +74,18 @@ class Finding(NamedTuple):
     time: float
     evicted_blocks: int
     """In all, when the prompt was looked up."""
+
+    def by_reason(self) -> dict[str, int]:
+        """The tokens of :meth:`miss` by reason, those with none left out; a fraction of its cost."""
+        counts = {
+            "in_flight": self.in_flight,
+            "evicted": self.evicted,
+            "partial_block": self.partial_block,
+            "diverged": self.diverged,
+        }
+        counts["new"] = self.unknown - self.diverged
+        counts["last_token"] = 0 if self.unknown else 1
+        return {reason: count for reason, count in counts.items() if count}
 
     def miss(self, prompt: Tokens) -> Miss:
         parting = None

@@ -38,7 +38,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_prompt_tokens: int
     num_cached_tokens: int
     missed: dict[str, int] | None = None
-    """Of a request's first output: its uncached prompt tokens by reason (:class:`~radixkv.cache.miss.Miss`)."""
+    """Of a request's first output: its uncached prompt tokens by reason (:attr:`~radixkv.cache.Lease.missed`)."""
 
 
 class Request:

@@ -101,7 +101,7 @@ class Scheduler:
             request.num_computed_tokens = lease.num_cached_tokens
             if not request.num_preemptions:
                 request.num_cached_tokens = lease.num_cached_tokens
-                request.missed = None if lease.miss is None else lease.miss.by_reason()
+                request.missed = lease.missed
             budget -= self._schedule_chunk(batch, request, budget)
 
     def _leave_waiting(self, request: Request) -> None:

@@ -277,10 +277,8 @@ def parse(body: bytes, kind: type[R]) -> R:
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     drop_unneeded(fields, known)
     for message in fields["messages"] if isinstance(fields.get("messages"), list) else ():
-        if isinstance(message, dict):  # an answer given back as it came, say
-            for field in ("tool_calls", "annotations"):
-                if message.get(field) == []:
-                    del message[field]
+        if isinstance(message, dict):
+            _clean_answer(message)
     for item in fields["input"] if isinstance(fields.get("input"), list) else ():
         if isinstance(item, dict) and "role" in item:
             item.setdefault("type", "message")
@@ -288,6 +286,18 @@ def parse(body: bytes, kind: type[R]) -> R:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, OverflowError) as error:
         raise _invalid(str(error)) from None
+
+
+def _clean_answer(message: dict[str, Any]) -> None:
+    """An answer may be given back as it came: take out what says nothing, and what the ``openai`` package has put in."""
+    for field in ("tool_calls", "annotations"):
+        if message.get(field) == []:
+            del message[field]
+    message.pop("parsed", None)
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            call["function"].pop("parsed_arguments", None)
 
 
 def _json(body: bytes) -> Any:

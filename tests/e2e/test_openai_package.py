@@ -165,7 +165,7 @@ def test_responses_are_parsed_and_call_tools(openai: OpenAI) -> None:
 
 
 def test_usage_says_what_was_cached_and_why_the_rest_was_not(openai: OpenAI) -> None:
-    messages: list[Any] = [{"role": "system", "content": "You count sheep. " * 20}, {"role": "user", "content": "Begin."}]
+    messages: list[Any] = [{"role": "system", "content": "You count sheep. " * 30}, {"role": "user", "content": "Begin."}]
     request: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0}
     retention = {"retention": {"priority": 2, "seconds": 60}}
     details = []

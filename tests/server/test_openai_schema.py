@@ -104,6 +104,13 @@ def test_what_changes_nothing_is_accepted() -> None:
     assert request.messages[0].text == "x"
 
 
+def test_an_answer_that_the_openai_package_parsed_goes_back_as_it_came() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    request = chat(messages=[{"role": "assistant", "content": None, "parsed": {"a": 1}, "tool_calls": [call]}])
+    assert request.messages[0].tool_calls is not None
+    assert request.messages[0].tool_calls[0].function.name == "f"
+
+
 def test_sampling_fields_reach_the_engine_under_their_names() -> None:
     params = completion(
         max_tokens=7, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
