@@ -78,7 +78,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     def outputs(self, answer: StructuredOutputs | None) -> StructuredOutputs | None:
         """The form of an output that calls, or else is an ``answer``; None where it is free.  Raises ``InvalidRequest``."""
         strict = any(function.strict for function in self.allowed)
-        if not (self.required or strict or answer):
+        if not (self.required or strict or answer or len(self.allowed) < len(self.functions)):
             return None
         try:
             return StructuredOutputs(grammar=self._grammar(answer))
@@ -321,6 +321,8 @@ def tool_use(
     for name in names or ():
         if name not in known:
             raise InvalidRequest(f"tool_choice must name functions that tools define, got {name!r}", param="tool_choice")
+    if names == []:
+        raise InvalidRequest("tool_choice.allowed_tools must name at least 1 function, got none", param="tool_choice")
     if mode == "required" and not functions:
         raise InvalidRequest("tool_choice must not be required where tools is empty", param="tool_choice")
     if mode == "none" or not functions:

@@ -34,30 +34,27 @@ def model(openai: OpenAI) -> str:
 
 
 def chat(model: str, content: str = CALL, **fields: Any) -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": content}], "tools": TOOLS, "max_tokens": 900} | fields
+    """A request whose echo begins with ``content``, and goes on with what the model is told of the tools."""
+    return {"model": model, "messages": [{"role": "system", "content": content}], "tools": TOOLS, "max_tokens": 120} | fields
 
 
-def prompt_length(http: httpx.Client, body: dict[str, Any]) -> int:
-    return int(http.post("/tokenize", json={key: body[key] for key in ("messages", "tools") if key in body}).json()["count"])
+def prompt_length(http: httpx.Client, messages: list[Any]) -> int:
+    return int(http.post("/tokenize", json={"messages": messages}).json()["count"])
 
 
-def test_calls_are_parsed_and_the_rest_is_content(openai: OpenAI, http: httpx.Client, model: str) -> None:
-    body = chat(model)
-    answer = openai.chat.completions.create(**body | {"max_tokens": prompt_length(http, body)})
+def test_calls_are_parsed_and_the_rest_is_content(openai: OpenAI, model: str) -> None:
+    answer = openai.chat.completions.create(**chat(model))
     (call,) = answer.choices[0].message.tool_calls or ()
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"x": 1})
     content = answer.choices[0].message.content or ""
-    assert '{"type": "function", "function": {"name": "f"' in content, "the prompt, which is echoed, has the tools"
-    assert CALL not in content
+    assert content.startswith("system\n\n# Tools\n\nYou may call"), "the call is cut out of the echo"
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_a_stream_adds_up_to_the_same_calls_and_content(openai: OpenAI, http: httpx.Client, model: str) -> None:
-    body = chat(model)
-    body["max_tokens"] = prompt_length(http, body)
-    whole = openai.chat.completions.create(**body).choices[0].message
-    with openai.chat.completions.stream(**body) as stream:
+def test_a_stream_adds_up_to_the_same_calls_and_content(openai: OpenAI, model: str) -> None:
+    whole = openai.chat.completions.create(**chat(model)).choices[0].message
+    with openai.chat.completions.stream(**chat(model)) as stream:
         events = list(stream)
         assert any(event.type == "tool_calls.function.arguments.delta" for event in events)
         snapshot = stream.current_completion_snapshot.choices[0].message
@@ -67,19 +64,19 @@ def test_a_stream_adds_up_to_the_same_calls_and_content(openai: OpenAI, http: ht
     assert streamed.id.startswith("call_")
 
 
-def test_without_tools_or_with_none_to_choose_a_call_is_text(openai: OpenAI, http: httpx.Client, model: str) -> None:
+def test_without_tools_or_with_none_to_choose_a_call_is_text(openai: OpenAI, model: str) -> None:
     for body in (chat(model, tools=[]), chat(model, tool_choice="none")):
-        count = prompt_length(http, {"messages": body["messages"]})
-        message = openai.chat.completions.create(**body | {"max_tokens": count}).choices[0].message
+        message = openai.chat.completions.create(**body).choices[0].message
         assert message.tool_calls is None
         assert CALL in (message.content or "")
         assert "# Tools" not in (message.content or "")
 
 
 def test_without_parallel_calls_the_answer_ends_with_the_first(openai: OpenAI, model: str) -> None:
-    answer = openai.chat.completions.create(**chat(model, CALL + "\n" + CALL, parallel_tool_calls=False, max_tokens=None))
-    # The system prompt, echoed first, has an empty example of a call, which ends the answer too.
-    assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+    answer = openai.chat.completions.create(**chat(model, CALL + "\n" + CALL, parallel_tool_calls=False))
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments) == {"x": 1}  # type: ignore[union-attr]
 
 
 def test_a_loop_of_calls_and_results_goes_through_the_template(openai: OpenAI, http: httpx.Client, model: str) -> None:
@@ -90,7 +87,7 @@ def test_a_loop_of_calls_and_results_goes_through_the_template(openai: OpenAI, h
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "forty-two"},
     ]
-    count = prompt_length(http, {"messages": messages})
+    count = prompt_length(http, messages)
     content = openai.chat.completions.create(model=model, messages=messages, max_tokens=count).choices[0].message.content or ""
     assert content.startswith("system\nBe brief.\nuser\nCall f.\nassistant\n" + CALL)
     assert "<tool_response>\nforty-two\n</tool_response>" in content
@@ -202,10 +199,10 @@ def test_a_response_has_text_status_and_usage(openai: OpenAI, model: str) -> Non
     assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens - 1
 
 
-def test_the_events_of_a_streamed_response_add_up(openai: OpenAI, http: httpx.Client, model: str) -> None:
-    tools: list[Any] = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
-    count = prompt_length(http, chat(model))
-    with openai.responses.stream(model=model, input=CALL, tools=tools, max_output_tokens=count) as stream:
+def test_the_events_of_a_streamed_response_add_up(openai: OpenAI, model: str) -> None:
+    request: dict[str, Any] = {"model": model, "instructions": CALL, "input": "hi", "max_output_tokens": 120}
+    request["tools"] = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+    with openai.responses.stream(**request) as stream:
         events: list[Any] = list(stream)
     final = events[-1].response
     assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -219,7 +216,7 @@ def test_the_events_of_a_streamed_response_add_up(openai: OpenAI, http: httpx.Cl
     assert (call.name, json.loads(call.arguments)) == ("f", {"x": 1})
     assert arguments == call.arguments
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == len(final.output)
-    whole = openai.responses.create(model=model, input=CALL, tools=tools, max_output_tokens=count)
+    whole = openai.responses.create(**request)
     assert [item.type for item in whole.output] == [item.type for item in final.output]
     assert whole.output_text == text
 

@@ -112,6 +112,7 @@ def test_every_demand_on_calls_compiles(required: bool, parallel: bool, answer: 
     [
         (([TIME], "auto", ["nope"]), "tool_choice"),
         (([], "required", None), "tool_choice"),
+        (([TIME], "auto", []), "tool_choice"),
         (([TIME, TIME], "auto", None), "tools"),
         (([Function(name=f"f{i}") for i in range(129)], "auto", None), "tools"),
     ],
@@ -120,6 +121,18 @@ def test_a_choice_that_can_not_be_is_refused(arguments: Any, param: str) -> None
     with pytest.raises(InvalidRequest) as caught:
         tool_use(*arguments, parallel=True)
     assert caught.value.param == param
+
+
+def test_where_only_some_may_be_called_no_other_can_be() -> None:
+    use = tool_use([TIME, WEATHER], "auto", ["get_weather"], parallel=True)
+    assert use is not None
+    outputs = use.outputs(None)
+    assert outputs is not None
+    check_grammar(outputs)
+    assert outputs.grammar is not None
+    assert "get_weather" in outputs.grammar
+    assert "get_time" not in outputs.grammar
+    assert [each["function"]["name"] for each in use.definitions] == ["get_time", "get_weather"]
 
 
 def test_with_none_to_call_the_model_is_told_of_none() -> None:
