@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from radixkv.llm import LLM
     from radixkv.sampling_params import SamplingParams
     from radixkv.server.client import AsyncClient, Client
+    from radixkv.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -24,9 +25,20 @@ _HOMES = {
     "PrefixCache": "radixkv.cache",
     "RadixTree": "radixkv.cache",
     "SamplingParams": "radixkv.sampling_params",
+    "StructuredOutputs": "radixkv.structured_outputs",
 }
 
-__all__ = ["LLM", "AsyncClient", "BlockPool", "Client", "EngineConfig", "PrefixCache", "RadixTree", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "BlockPool",
+    "Client",
+    "EngineConfig",
+    "PrefixCache",
+    "RadixTree",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 
 
 def __getattr__(name: str) -> Any:

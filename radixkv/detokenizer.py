@@ -104,12 +104,12 @@ class StopMatcher:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start]
-        keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = 0 if final else max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
     start = max(0, len(text) - len(stop) + 1)
     while not stop.startswith(text[start:]):

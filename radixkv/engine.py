@@ -12,12 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
+from radixkv.grammar import Grammars
 from radixkv.kernels import backend_for, cpu
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.model.runner import ModelRunner
 from radixkv.model.sampler import sample
+from radixkv.model.tokenizer import load_tokenizer
 from radixkv.platform import choose_device, choose_dtype, torch_threads
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.batch import Batch
@@ -49,6 +52,7 @@ class Engine:
         model = load_model(source, self.model_config, dtype=dtype, device=device, backend=backend)
         kv = KVStorage(self.model_config, config.num_blocks, config.block_size, dtype, device, backend)
         self.runner = ModelRunner(model, kv, max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len())
+        self._grammars = Grammars(lambda: load_tokenizer(source), self.model_config.vocab_size, self.model_config.eos_token_ids)
         self._start_empty()
         self.max_model_len = self._max_model_len()
         self.dtype = dtype
@@ -88,6 +92,7 @@ class Engine:
         *,
         namespace: str = "",
         output_token_ids: Sequence[int] = (),
+        retention: Retention | None = None,
     ) -> None:
         """Queue a request.  Raises ``ValueError`` naming the field and its limit; then nothing was queued.
 
@@ -95,6 +100,8 @@ class Engine:
         them as if it had never stopped: ``max_tokens`` and penalties count them, and a seed draws what it would have drawn.
         """
         params.validate()
+        if retention is not None:
+            retention.validate()
         vocab_size = self.model_config.vocab_size
         if not len(token_ids):
             raise ValueError("prompt must hold at least 1 token, got none")
@@ -128,8 +135,10 @@ class Engine:
             params,
             output_token_ids=output_token_ids,
             namespace=namespace,
+            retention=retention,
             arrival_time=time.monotonic(),
             eos_token_ids=self.model_config.eos_token_ids,
+            grammar=None if params.structured_outputs is None else self._grammars.start(params.structured_outputs),
         )
         self.scheduler.add(request)
 
@@ -174,46 +183,50 @@ class Engine:
             logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
             return self._fail([seq.request for seq in batch.sequences], f"{type(error).__name__}: {error}")
         self._count(batch, time.monotonic() - started)
-        self._generated_tokens += len(requests)
         outputs = []
         if -1 in token_ids:
-            overflowed = [request for request, token_id in zip(requests, token_ids, strict=True) if token_id < 0]
-            outputs = self._fail(overflowed, "the model's logits are not finite: it overflowed on this prompt")
+            failed = [request for request, token_id in zip(requests, token_ids, strict=True) if token_id < 0]
+            errors = {request: request.grammar.error for request in failed if request.grammar is not None}
+            outputs = [self._end(request, f"structured_outputs can't go on: {error}") for request, error in errors.items() if error]
+            if overflowed := [request for request in failed if not errors.get(request)]:
+                outputs += self._fail(overflowed, "the model's logits are not finite: it overflowed on this prompt")
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
             if token_id < 0:
                 continue
-            finish_reason = request.append(token_id)
+            missed = request.missed if request.num_output_tokens == 0 else None
+            added, finish_reason = request.extend(token_id)
+            self._generated_tokens += len(added)
             if finish_reason:
                 self.scheduler.remove(request)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
-                    token_ids=[token_id],
+                    token_ids=added,
                     logprobs=None if logprob is None else [logprob],
                     finish_reason=finish_reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
+                    missed=missed,
                 )
             )
         return outputs
 
     def _fail(self, requests: Sequence[Request], error: str) -> list[RequestOutput]:
         """End requests.  Blocks they published hold no K/V, or bad ones, so the cache must forget them."""
-        outputs = []
-        for request in requests:
-            self.scheduler.remove(request)
-            outputs.append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    token_ids=[],
-                    finish_reason="error",
-                    error=error,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_cached_tokens=request.num_cached_tokens,
-                )
-            )
+        outputs = [self._end(request, error) for request in requests]
         self.cache.reset()
         return outputs
+
+    def _end(self, request: Request, error: str) -> RequestOutput:
+        self.scheduler.remove(request)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=[],
+            finish_reason="error",
+            error=error,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+        )
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._steps += 1

@@ -6,6 +6,8 @@ import math
 
 import msgspec
 
+from radixkv.structured_outputs import StructuredOutputs
+
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
@@ -45,6 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Strings that end the output; they are not part of the returned text."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    """The form the output must have.  It ends where the form is complete, ``ignore_eos`` or not."""
 
     @property
     def greedy(self) -> bool:
@@ -60,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def plain(self) -> bool:
         """The highest logit wins, and nothing is reported of the others."""
-        return self.greedy and self.logprobs is None and not self.shapes_logits
+        return self.greedy and self.logprobs is None and not self.shapes_logits and self.structured_outputs is None
 
     def validate(self) -> SamplingParams:
         """Return self, or raise ``ValueError`` that names the first bad field and its limit."""
@@ -101,6 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for token_id, bias in self.logit_bias.items():
                 _check(token_id >= 0, "logit_bias", "keyed by token ids of 0 or more", token_id)
                 _range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if self.structured_outputs is not None:
+            _ = self.structured_outputs.kind_and_text
         return self
 
 

@@ -8,21 +8,28 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jinja2
 import msgspec
 
+from radixkv.cache.retention import Retention
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
+from radixkv.grammar import check_grammar
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput
+from radixkv.server import tools as tool_text
 from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavailable, UnknownModel
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
 from radixkv.server.recovery import Recovery
+from radixkv.server.tools import ToolUse
 from radixkv.server.waiting_room import Seats, WaitingRoom
 from radixkv.server.worker_client import WorkerClient
+from radixkv.structured_outputs import StructuredOutputs
 
 Prompt = str | Sequence[int]
 
@@ -139,6 +146,8 @@ class Frontend:
         namespace: str = "",
         model: str | None = None,
         clip_max_tokens: bool = False,
+        tools: ToolUse | None = None,
+        retention: Retention | None = None,
     ) -> Generation:
         """Check a request and send it.
 
@@ -151,9 +160,12 @@ class Frontend:
         """
         arrival = time.monotonic()
         self._check_accepting()
-        if model is not None and model != self.model:
-            raise UnknownModel(f"model {model!r} is not served here; {self.model!r} is", param="model")
+        self.check_model(model)
         params = self._checked(params)
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(_check_form, params.structured_outputs)
+        if retention is not None:
+            _check_retention(retention)
         _check(1 <= n <= MAX_N, "n", f"between 1 and {MAX_N}", n)
         _check(len(namespace) <= MAX_NAMESPACE_LENGTH, "namespace", f"at most {MAX_NAMESPACE_LENGTH} characters", len(namespace))
         if (prompts is None) == (messages is None):
@@ -164,9 +176,9 @@ class Frontend:
         _check(num_prompts * n <= MAX_CHOICES, "prompt", f"at most {MAX_CHOICES // n} prompts with n={n}", num_prompts)
         self._waiting_room.check(namespace, num_prompts * n)  # refused before it costs anything
         if prompts is None:
-            token_lists = [await self._render_chat(messages or ())]
+            token_lists = [await self.render_chat(messages or (), tools)]
         else:
-            token_lists = [await self._tokenise(prompt) for prompt in prompts]
+            token_lists = [await self.tokenise(prompt) for prompt in prompts]
         requests = []
         for tokens in token_lists:
             request_params = self._fitted(params, field, len(tokens), clip=clip_max_tokens)
@@ -178,6 +190,7 @@ class Frontend:
                         token_ids=tokens,
                         params=msgspec.structs.replace(request_params, stop=(), seed=seeded),
                         namespace=namespace,
+                        retention=retention,
                     )
                 )
         self._check_accepting()  # that may have changed while it was tokenised
@@ -212,7 +225,16 @@ class Frontend:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def prompt_text(self, prompt: Prompt) -> str:
+        """A prompt as text; ids that are no tokens add nothing."""
+        return prompt if isinstance(prompt, str) else Detokenizer(self.token_bytes).feed(prompt, final=True)
+
     # --- checks ---
+
+    def check_model(self, model: str | None) -> None:
+        """Raise ``UnknownModel`` unless this is the model served, or none is named."""
+        if model is not None and model != self.model:
+            raise UnknownModel(f"model {model!r} is not served here; {self.model!r} is", param="model")
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         try:
@@ -245,25 +267,38 @@ class Frontend:
 
     # --- text to tokens ---
 
-    async def _tokenise(self, prompt: Prompt) -> list[int]:
+    async def tokenise(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ``InvalidRequest`` for ids that are none, and for a text that can't fit."""
         if isinstance(prompt, str):
-            return await self._encode(prompt, "prompt", add_special_tokens=True)
+            return await self._encode(prompt, "prompt", add_special_tokens=add_special_tokens)
         _check(len(prompt) < self.max_model_len, "prompt", f"at most {self.max_model_len - 1} tokens", len(prompt))
-        for token_id in prompt:
-            _check(0 <= token_id < self._vocab_size, "prompt", f"made of token ids from 0 to {self._vocab_size - 1}", token_id)
-        return list(prompt)
+        return self.check_tokens(prompt, "prompt")
 
-    async def _render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        if self._chat_template.chat_template is None:
+    def check_tokens(self, token_ids: Sequence[int], field: str) -> list[int]:
+        for token_id in token_ids:
+            _check(0 <= token_id < self._vocab_size, field, f"made of token ids from 0 to {self._vocab_size - 1}", token_id)
+        return list(token_ids)
+
+    async def render_chat(
+        self, messages: Sequence[ChatMessage], tools: ToolUse | None, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        template = self._chat_template.chat_template
+        if template is None:
             raise InvalidRequest(f"model {self.model!r} has no chat template: use completions", param="messages")
         _check(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}", len(messages))
         self._check_characters(sum(len(message.text) for message in messages), "messages")  # before the template copies them
-        turns = [
-            {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
-            for message in messages
-        ]
+        messages = [msgspec.structs.replace(m, role="system") if m.role == "developer" else m for m in messages]
+        takes_tools = "tools" in template and tool_text.BEGIN in template
         try:
-            text = self._chat_template.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            turns = tool_text.template_turns(messages if takes_tools else tool_text.spelled_out(messages, tools))
+            text = self._chat_template.apply_chat_template(
+                turns,
+                tools=tools.definitions if tools is not None and takes_tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except RecursionError:
+            raise InvalidRequest("tools must be nested less deeply", param="tools") from None
         except (jinja2.TemplateError, TypeError, OverflowError) as error:  # the last where it wants more than the sandbox gives
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", param="messages") from None
         return await self._encode(text, "messages", add_special_tokens=False)
@@ -355,10 +390,15 @@ class Generation:
     def usage(self) -> Usage:
         """Of what has been generated so far; final once the iteration has ended."""
         prompts = [self._choices[i : i + self._per_prompt] for i in range(0, len(self._choices), self._per_prompt)]
+        first = [min(choices, key=attrgetter("num_cached_tokens")) for choices in prompts]
+        missed: Counter[str] = Counter()
+        for choice in first:
+            missed.update(choice.missed)
         return Usage(
-            prompt_tokens=sum(choices[0].num_prompt_tokens for choices in prompts),
-            cached_tokens=sum(min(choice.num_cached_tokens for choice in choices) for choices in prompts),
+            prompt_tokens=sum(choice.num_prompt_tokens for choice in first),
+            cached_tokens=sum(choice.num_cached_tokens for choice in first),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            missed=dict(missed),
         )
 
     def _take(self, choice: _Choice, output: RequestOutput | ServerError) -> None:
@@ -423,6 +463,7 @@ class _Choice:
         self.namespace = request.namespace
         self.num_prompt_tokens = len(request.token_ids)
         self.num_cached_tokens = 0
+        self.missed: dict[str, int] = {}
         self.num_tokens = 0
         self.last_token_time: float | None = None
         self._detokenizer = Detokenizer(token_bytes)
@@ -433,6 +474,7 @@ class _Choice:
             self.num_cached_tokens = output.num_cached_tokens
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
+        self.missed = output.missed or self.missed
         final = output.finish_reason is not None
         text = self._stop.feed(self._detokenizer.feed(output.token_ids, final=final), final=final)
         return Delta(
@@ -447,6 +489,20 @@ class _Choice:
 def _check(ok: bool, field: str, limit: str, value: object) -> None:
     if not ok:
         raise InvalidRequest(f"{field} must be {limit}, got {value!r}", param=field)
+
+
+def _check_form(outputs: StructuredOutputs) -> None:
+    try:
+        check_grammar(outputs)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="structured_outputs") from None
+
+
+def _check_retention(retention: Retention) -> None:
+    try:
+        retention.validate()
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="retention") from None
 
 
 def _wrapped(seed: int) -> int:

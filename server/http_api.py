@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,12 +16,16 @@ from litestar.handlers import BaseRouteHandler
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from radixkv.server import openai
 from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
 from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable
 from radixkv.server.frontend import Frontend, Generation
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from radixkv.server.messages import Delta
+from radixkv.server.openai.chat import ChatWriter
+from radixkv.server.openai.completions import CompletionWriter
+from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse, renaming
+from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("radixkv.server")
 
@@ -40,6 +42,7 @@ _STATUS = {
 
 Receive = Callable[[], Any]
 Send = Callable[[dict[str, Any]], Any]
+Writer = CompletionWriter | ChatWriter | ResponseWriter
 T = TypeVar("T")
 
 
@@ -48,32 +51,55 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
 
     @post("/v1/completions")
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
-        body = openai.parse(await request.body(), openai.CompletionRequest)
-        answer = _Answer(request.receive, _CompletionWriter(frontend), stream=body.stream, usage=body.include_usage)
+        body = parse(await request.body(), CompletionRequest)
+        answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.include_usage)
         generation = await frontend.submit(
             body.prompts,
             body.sampling_params,
-            n=body.n,
+            n=body.num_choices,
             namespace=body.cache_namespace(request.state.caller),
             model=body.model,
             clip_max_tokens=body.max_tokens is None,
+            retention=body.cache_retention,
         )
         return await answer.of(generation)
 
     @post("/v1/chat/completions")
     async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
-        body = openai.parse(await request.body(), openai.ChatRequest)
-        answer = _Answer(request.receive, _ChatWriter(frontend), stream=body.stream, usage=body.include_usage)
-        generation = await frontend.submit(
-            None,
-            body.sampling_params,
-            messages=body.messages,
-            n=body.n,
-            namespace=body.cache_namespace(request.state.caller),
-            model=body.model,
-            clip_max_tokens=body.token_limit is None,
-        )
-        return await answer.of(generation)
+        body = parse(await request.body(), ChatRequest)
+        writer = ChatWriter(frontend, tools=body.tool_use is not None)
+        answer = _Answer(request.receive, writer, stream=body.stream, usage=body.include_usage)
+        return await answer.of(await submit_chat(body, request.state.caller))
+
+    @post("/v1/responses")
+    async def responses(request: Request[Any, Any, Any]) -> ASGIApp:
+        body = parse(await request.body(), ResponsesRequest)
+        answer = _Answer(request.receive, ResponseWriter(frontend, body), stream=body.stream, usage=True)
+        return await answer.of(await submit_chat(body.chat, request.state.caller, ResponsesRequest.NAMES))
+
+    async def submit_chat(body: ChatRequest, caller: Caller, names: dict[str, str] = {}) -> Generation:  # noqa: B006
+        with renaming(names), renaming({"structured_outputs": body.form_field}):
+            return await frontend.submit(
+                None,
+                body.sampling_params,
+                messages=body.messages,
+                n=body.n,
+                namespace=body.cache_namespace(caller),
+                model=body.model,
+                clip_max_tokens=body.token_limit is None,
+                tools=body.tool_use,
+                retention=body.cache_retention,
+            )
+
+    @post("/tokenize")
+    async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+        body = parse(await request.body(), TokenizeRequest)
+        return _json(await body.answer(frontend))
+
+    @post("/detokenize")
+    async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+        body = parse(await request.body(), DetokenizeRequest)
+        return _json(body.answer(frontend))
 
     def model_card() -> dict[str, Any]:
         return {
@@ -121,7 +147,20 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
         return _json({"status": "ok"})
 
     return Litestar(
-        [completions, chat_completions, models, model, health, ready, metrics, report, reset_prefix_cache],
+        [
+            completions,
+            chat_completions,
+            responses,
+            tokenize,
+            detokenize,
+            models,
+            model,
+            health,
+            ready,
+            metrics,
+            report,
+            reset_prefix_cache,
+        ],
         before_request=_check_encoding,
         guards=[_check_head, _Guard(keys)],
         exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
@@ -134,77 +173,10 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
 # --- what a request is answered with -----------------------------------------------------------------------------------------
 
 
-class _CompletionWriter:
-    """Deltas as ``text_completion`` objects, whole or in chunks."""
-
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._logprobs: dict[int, openai.CompletionLogprobs] = {}
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
-
-    def whole(self, choices: list[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        return self._object([self._choice(delta) for delta in choices]) | {"usage": usage}
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        if delta.text or delta.finish_reason or delta.logprobs:
-            return [self._object([self._choice(delta)])]
-        return []
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._object([]) | {"usage": usage}
-
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": "text_completion", "choices": choices}
-
-    def _choice(self, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs.setdefault(delta.index, openai.CompletionLogprobs(self._frontend))
-        return {"index": delta.index, "text": delta.text, "logprobs": logprobs(delta), "finish_reason": delta.finish_reason}
-
-
-class _ChatWriter:
-    """Deltas as a ``chat.completion``, or as ``chat.completion.chunk`` objects of which each choice's first names the role."""
-
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
-        self._begun: set[int] = set()
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
-
-    def whole(self, choices: list[Delta], usage: dict[str, Any]) -> dict[str, Any]:
-        answers = [
-            {
-                "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                "logprobs": openai.chat_logprobs(self._frontend, delta),
-                "finish_reason": delta.finish_reason,
-            }
-            for delta in choices
-        ]
-        return self._head | {"object": "chat.completion", "choices": answers, "usage": usage}
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        found = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            found.append(self._chunk(delta.index, {"role": "assistant", "content": ""}, None, None))
-        if delta.text or delta.logprobs:
-            logprobs = openai.chat_logprobs(self._frontend, delta)
-            found.append(self._chunk(delta.index, {"content": delta.text}, logprobs, None))
-        if delta.finish_reason:
-            found.append(self._chunk(delta.index, {}, None, delta.finish_reason))
-        return found
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}
-
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
-
-
 class _Answer:
     """How a request is to be answered; made, and so checked, before anything is generated."""
 
-    def __init__(self, receive: Receive, writer: _CompletionWriter | _ChatWriter, *, stream: bool, usage: bool) -> None:
+    def __init__(self, receive: Receive, writer: Writer, *, stream: bool, usage: bool) -> None:
         self._receive = receive
         self._writer = writer
         self._stream = stream
@@ -218,7 +190,7 @@ class _Answer:
             choices = await unless_gone(self._receive, _collect(generation))
         if choices is None:
             return Response(b"", status_code=499)  # type: ignore[return-value]  # nobody reads it
-        return _json(self._writer.whole(choices, openai.usage_json(generation.usage)))  # type: ignore[return-value]
+        return _json(self._writer.whole(choices, generation.usage))  # type: ignore[return-value]
 
 
 async def _collect(generation: Generation) -> list[Delta]:
@@ -238,17 +210,18 @@ async def _collect(generation: Generation) -> list[Delta]:
     ]
 
 
-async def _events(writer: _CompletionWriter | _ChatWriter, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
+async def _events(writer: Writer, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
     """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
     try:
         async for delta in generation:
             for chunk in writer.chunks(delta):
                 yield _event(chunk)
         if usage:
-            yield _event(writer.usage_chunk(openai.usage_json(generation.usage)))
+            yield _event(writer.usage_chunk(generation.usage))
     except ServerError as error:
         yield _event(_error_body(_STATUS.get(error.kind, 500), error.message, error.param, error.kind))
-    yield b"data: [DONE]\n\n"
+    if writer.ends_with_done:
+        yield b"data: [DONE]\n\n"
 
 
 class EventStream:
@@ -349,8 +322,9 @@ def _json(value: Any, status: int = 200) -> Response[bytes]:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _event(value: dict[str, Any]) -> bytes:
+    name = b"event: " + value["type"].encode() + b"\n" if "type" in value else b""
+    return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def _error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
 from radixkv.server.errors import InvalidRequest, ServerError, error_of
@@ -90,6 +91,7 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     namespace: str = ""
     output_token_ids: list[int] = []
     """What a worker that died has put out of it: it goes on behind these."""
+    retention: Retention | None = None
 
 
 class Abort(Request, frozen=True, kw_only=True, tag="abort"):
@@ -130,16 +132,45 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that an assistant's turn called."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a conversation.  Which roles exist is up to the model's chat template."""
+    """One turn of a conversation.  Which roles exist is up to the model's chat template; ``developer`` is ``system`` to it.
+
+    A turn with ``tool_calls`` may have no content; one with the role ``tool`` answers the call that ``tool_call_id`` names.
+    """
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls must be left out unless role is assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id must be given where role is tool, and only there")
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
 
 
 class Submit(Request, frozen=True, kw_only=True, tag="submit"):
@@ -153,6 +184,8 @@ class Submit(Request, frozen=True, kw_only=True, tag="submit"):
     n: int = 1
     namespace: str = ""
     model: str | None = None
+    retention: Retention | None = None
+    """Priority and seconds."""
 
 
 class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
@@ -175,13 +208,15 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens counted over all choices; a prompt counts once however many choices it has."""
 
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that no choice had to compute."""
     completion_tokens: int
+    missed: dict[str, int] = {}
+    """The prompt tokens that were computed, by the reason why they were not cached (docs/cache.md)."""
 
 
 class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):

@@ -93,6 +93,7 @@ class Worker:
                         message.params,
                         namespace=message.namespace,
                         output_token_ids=message.output_token_ids,
+                        retention=message.retention,
                     )
                 except ValueError as error:
                     self._send(Failed.of(InvalidRequest.of(error), message.request_id))

@@ -160,6 +160,7 @@ class ZmqDoor:
             n=message.n,
             namespace=caller.namespace_for(message.namespace),
             model=message.model,
+            retention=message.retention,
         )
         with generation:
             async for delta in generation:

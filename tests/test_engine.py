@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from radixkv.cache.eviction import LFU, EvictionPolicyName
+from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig, EvictionPolicy
 from radixkv.engine import Engine
 from radixkv.sampling_params import SamplingParams
@@ -282,3 +283,36 @@ def test_the_engine_says_why_prompts_missed_and_evicts_by_the_policy_of_its_conf
 
 def test_the_configuration_offers_every_eviction_policy_of_the_cache():
     assert get_args(EvictionPolicy) == get_args(EvictionPolicyName)
+
+
+def test_the_first_output_says_why_the_prompt_was_not_cached(engine: Engine):
+    missed = []
+    for name, prompt in (("cold", range(3, 60)), ("warm", range(3, 60)), ("other", [*range(3, 30), *range(100, 140)])):
+        engine.add(name, list(prompt), GREEDY)
+        while engine.has_unfinished:
+            for output in engine.step():
+                if output.missed is not None:
+                    missed.append(output.missed)
+                    assert sum(output.missed.values()) == output.num_prompt_tokens - output.num_cached_tokens
+    assert len(missed) == 3, "said once a request"
+    assert missed[0] == {"new": 57}
+    assert missed[2] == {"diverged": 40}
+
+
+def test_a_prefix_with_retention_outlives_those_without(engine: Engine):
+    def cached(name: str, first: int, retention: Retention | None = None) -> int:
+        engine.add(name, list(range(first, first + 100)), GREEDY, retention=retention)
+        found = 0
+        while engine.has_unfinished:
+            for output in engine.step():
+                found = output.num_cached_tokens
+        return found
+
+    with pytest.raises(ValueError, match=r"retention\.priority"):
+        engine.add("bad", [5], GREEDY, retention=Retention(0, 1.0))
+    cached("kept", 3, Retention(5, 1000.0))
+    cached("not", 110)
+    for i in range(8):  # more than the cache holds
+        cached(str(i), 120 + 10 * i)
+    assert cached("kept again", 3) > 90
+    assert cached("not again", 110) < 90

@@ -50,6 +50,11 @@ class Lease:
         """K/V at positions before this are there already, mostly in blocks of another sequence: never write them."""
 
     @property
+    def missed(self) -> dict[str, int] | None:
+        """The tokens of :attr:`miss` by reason, those with none left out; None where that is."""
+        return self._finding.by_reason() if self._finding is not None else None
+
+    @property
     def miss(self) -> Miss | None:
         """Why the prompt's other tokens were not found; None for a fork, and without ``attribution``."""
         return self._finding.miss(self._prompt) if self._finding is not None else None

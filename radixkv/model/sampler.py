@@ -1,7 +1,7 @@
 """Sampler: logits to one token a request, all requests of a step together.
 
-The order is vLLM's and Hugging Face's: logit bias, penalties, temperature, top-k, top-p (of what top-k kept), min-p.  A row's token
-depends on that row alone: filters are thresholds on its own probabilities, and a seeded row draws one number that is
+The order is vLLM's and Hugging Face's: logit bias, penalties, grammar, temperature, top-k, top-p (of what top-k kept), min-p.  A
+row's token depends on that row alone: filters are thresholds on its own probabilities, and a seeded row draws one number that is
 a function of its seed and of how many tokens it has put out, from a counter-based generator (Philox: Salmon et al. 2011).
 """
 
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.grammar import allowed_tokens
 from radixkv.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from radixkv.scheduling.request import Request, TokenLogprobs
 
@@ -29,7 +30,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list
 
     Returns the token ids, and log-probabilities for requests that ask for them (None for the others).  These are the model's own,
     before bias, penalties and temperature, as OpenAI and vLLM report them; equal ones are listed by token id.  A token of -1 means
-    that the row's logits were not finite: the model overflowed, and there is nothing to choose from.
+    that the row's logits were not finite: the model overflowed, or its grammar allows nothing, and there is nothing to choose from.
 
     Costs O(n * vocab) on the device, and O(tokens so far) in numpy for each request with penalties.
     """
@@ -42,6 +43,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list
     if any(p.shapes_logits for p in params):
         _add_bias(logits, params)
         _penalise(logits, requests)
+    _mask(logits, requests)
     greedy_tokens, highest = _best(logits)
     tokens = greedy_tokens if all(p.greedy for p in params) else _draw(logits, highest, greedy_tokens, params, requests)
     token_ids = _finite(tokens, highest)
@@ -67,6 +69,15 @@ def _finite(tokens: Tensor, highest: Tensor) -> list[int]:
     """``tokens``, but -1 where a row's highest logit is none."""
     token_ids: list[int] = tokens.where(highest.isfinite(), -1).tolist()
     return token_ids
+
+
+def _mask(logits: Tensor, requests: Sequence[Request]) -> None:
+    """Rule out what the requests' grammars don't allow."""
+    constrained = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar) is not None]
+    if constrained:
+        rows = [row for row, _ in constrained]
+        allowed = torch.from_numpy(allowed_tokens([grammar for _, grammar in constrained], logits.shape[1]))
+        logits[rows] = logits[rows].masked_fill(~allowed.to(logits.device), -torch.inf)
 
 
 def _add_bias(logits: Tensor, params: Sequence[SamplingParams]) -> None:

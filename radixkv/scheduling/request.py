@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.cache import Lease
+from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from radixkv.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -33,6 +37,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     error: str | None = None
     num_prompt_tokens: int
     num_cached_tokens: int
+    missed: dict[str, int] | None = None
+    """Of a request's first output: its uncached prompt tokens by reason (:attr:`~radixkv.cache.Lease.missed`)."""
 
 
 class Request:
@@ -43,8 +49,9 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_read_only", "arrival_time", "last_token", "lease", "namespace", "num_cached_tokens", "num_computed_tokens",
-        "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "request_id", "stop_token_ids",
+        "_buffer", "_read_only", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace", "num_cached_tokens",
+        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "request_id",
+        "retention", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +64,8 @@ class Request:
         namespace: str = "",
         arrival_time: float = 0.0,
         eos_token_ids: Sequence[int] = (),
+        retention: Retention | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """The output begins with ``output_token_ids``, fewer than ``params.max_tokens``, which another engine has put out."""
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
@@ -71,6 +80,10 @@ class Request:
         self.plain = params.plain
         self.stop_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         """Tokens that end it."""
+        self.grammar = grammar
+        """Where the output is in the form that ``params.structured_outputs`` asks for."""
+        for token_id in output_token_ids if grammar is not None else ():
+            grammar.accept(token_id)
         self.namespace = namespace
         self.arrival_time = arrival_time
         self.num_prompt_tokens = len(prompt)
@@ -80,6 +93,9 @@ class Request:
         """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the cache when the request was first admitted."""
+        self.missed: dict[str, int] | None = None
+        """Its other prompt tokens then, by reason; None where nobody asks why."""
+        self.retention = retention
         self.num_preemptions = 0
         self.lease: Lease | None = None
 
@@ -99,6 +115,23 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    def extend(self, token_id: int) -> tuple[list[int], FinishReason | None]:
+        """Add a sampled token, and those that the grammar then forces.  Returns them all, and why the last one is the last.
+
+        Nothing is forced where log-probabilities are wanted: only the model could say them.
+        """
+        finish_reason = self.append(token_id)
+        if self.grammar is None or finish_reason == "stop":
+            return [token_id], finish_reason
+        self.grammar.accept(token_id)
+        added = [token_id]
+        for forced in self.grammar.forced() if finish_reason is None and self.params.logprobs is None else ():
+            added.append(forced)
+            self.grammar.accept(forced)
+            if finish_reason := self.append(forced):
+                break
+        return added, "stop" if self.grammar.finished else finish_reason
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a token.  Returns why it is the last one, or None if another may follow."""

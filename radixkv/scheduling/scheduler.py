@@ -63,8 +63,9 @@ class Scheduler:
         block_size, sequences = self.cache.block_size, batch.sequences
         for request in self.running.copy():
             lease, start = request.lease, request.num_computed_tokens
-            if request.num_tokens - start > 1:
-                prefilling.append(request)
+            if request.num_tokens - start > 1:  # a prompt, or tokens that a grammar has forced
+                if lease is not None and (request.num_tokens <= lease.num_tokens or self._make_room(request)):
+                    prefilling.append(request)
             elif lease is not None and (start < lease.num_tokens or self._make_room(request)):
                 if start >= request.num_prompt_tokens and (start + 1) % block_size:  # most decodes: nothing to publish
                     request.num_computed_tokens = start + 1
@@ -89,6 +90,7 @@ class Scheduler:
                 namespace=request.namespace,
                 # Every running sequence may need a block soon; without this the newcomer would be preempted at once.
                 headroom=len(self.running),
+                retention=request.retention,
                 resumed=request.num_preemptions > 0,
             )
             if lease is None:
@@ -99,6 +101,7 @@ class Scheduler:
             request.num_computed_tokens = lease.num_cached_tokens
             if not request.num_preemptions:
                 request.num_cached_tokens = min(lease.num_cached_tokens, request.num_prompt_tokens)
+                request.missed = lease.missed
             budget -= self._schedule_chunk(batch, request, budget)
 
     def _leave_waiting(self, request: Request) -> None:
@@ -120,12 +123,13 @@ class Scheduler:
         return chunk
 
     def _make_room(self, request: Request) -> bool:
-        """Get the block for a decode's next token and those after it, preempting the youngest while there is none.
+        """Get the blocks for all tokens that are known, preempting the youngest while there are none.
 
         False if ``request`` itself was the youngest.  The oldest always gets on, so every request ends.
         """
         assert request.lease is not None
-        missing = self.cache.block_size - request.lease.num_tokens % self.cache.block_size  # all of the block: no call for the rest
+        size = self.cache.block_size
+        missing = -(-request.num_tokens // size) * size - request.lease.num_tokens  # all of the last block: no call for the rest
         while not self.cache.extend(request.lease, missing):
             youngest = self.running.pop()
             self._release(youngest)

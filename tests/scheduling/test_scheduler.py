@@ -34,7 +34,9 @@ class Simulation:
         max_num_seqs: int = 8,
         aging: float = 256.0,
         caching: bool = True,
+        most_forced: int = 0,
     ) -> None:
+        self.most_forced = most_forced
         self.cache = PrefixCache(num_blocks, block_size, enable_prefix_caching=caching, attribution=True)
         self.scheduler = Scheduler(
             self.cache, queue_policy(policy, aging), max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs
@@ -68,7 +70,10 @@ class Simulation:
                 assert self.memory[self._slot(seq.request, position)] == self._content(seq.request, position), "wrong K/V read"
         self.computed_tokens += batch.num_tokens
         for seq in [seq for seq in batch.sequences if seq.samples]:
-            seq.request.append(next_token(seq.request.tokens))
+            # The model's token, and as many as a grammar forces: here those that the model would have chosen.
+            for _ in range(1 + next_token(seq.request.tokens, self.most_forced + 1)):
+                if seq.request.num_output_tokens < seq.request.params.max_tokens:
+                    seq.request.append(next_token(seq.request.tokens))
             if seq.request.num_output_tokens == seq.request.params.max_tokens:
                 self.scheduler.remove(seq.request)
                 self.finished.append(seq.request.request_id)
@@ -111,16 +116,18 @@ def sequence(start: int, n: int) -> list[int]:
     max_batch_tokens=st.integers(2, 40),
     policy=st.sampled_from(["lpm", "fcfs", "dfs-weight"]),
     caching=st.booleans(),
+    most_forced=st.sampled_from([0, 1, 9]),
     data=st.data(),
 )
 def test_every_request_ends_with_the_output_it_has_alone(
-    prompts, max_tokens, block_size, spare_blocks, max_batch_tokens, policy, caching, data
+    prompts, max_tokens, block_size, spare_blocks, max_batch_tokens, policy, caching, most_forced, data
 ):
-    """Whatever the policy, budget and pool, with preemptions and aborts in between."""
+    """Whatever the policy, budget and pool, with preemptions, aborts and forced tokens in between."""
     longest = max(map(len, prompts)) + max_tokens
     sim = Simulation(
         -(-longest // block_size) + spare_blocks, block_size,
         policy=policy, max_batch_tokens=max_batch_tokens, max_num_seqs=min(4, max_batch_tokens), caching=caching,
+        most_forced=most_forced,
     )  # fmt: skip
     for i, prompt in enumerate(prompts):
         sim.add(str(i), prompt, max_tokens)

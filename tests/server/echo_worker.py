@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput, TokenLogprobs
@@ -52,6 +53,7 @@ class EchoEngine:
         *,
         namespace: str = "",
         output_token_ids: Sequence[int] = (),
+        retention: Retention | None = None,
     ) -> None:
         if token_ids == [3, 3, 3]:  # a limit that only the engine knows
             raise ValueError("prompt must not be three threes")

@@ -171,6 +171,30 @@ def test_completion_logprobs_name_each_token_and_where_it_begins(http: httpx.Cli
     assert {key: [entry for part in parts for entry in part[key]] for key in logprobs} == logprobs
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_echo_puts_each_prompt_before_its_choices(http: httpx.Client, tokens: Any, stream: bool) -> None:
+    body = {"prompt": ["abc 🙂", "xyz"], "max_tokens": 2, "n": 2, "stream": stream}
+    for prompt in (body["prompt"], [tokens("abc 🙂"), tokens("xyz")]):
+        response = http.post("/v1/completions", json=body | {"prompt": prompt, "echo": True})
+        texts = ["", "", "", ""]
+        for chunk in events(response) if stream else [response.json()]:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == ["abc 🙂ab", "abc 🙂ab", "xyzxy", "xyzxy"]
+
+
+def test_best_of_answers_with_the_choices_of_the_highest_mean_logprob(http: httpx.Client, tokens: Any) -> None:
+    # The echo engine's log-probabilities fall with the length, so a choice that a stop string ends early is among the best.
+    count = len(tokens("abcdef"))
+    body = {"prompt": ["abcdef", "uvwxyz"], "max_tokens": count, "seed": 0, "stop": ["d", "x"]}
+    answer = http.post("/v1/completions", json=body | {"n": 2, "best_of": 4}).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == ["", "c", "", "w"]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == 2 * count
+    assert answer["usage"]["completion_tokens"] == 2 * (1 + 2 + 3 + 4)
+
+
 def test_chat_logprobs_carry_the_bytes_of_each_token(openai: OpenAI) -> None:
     answer = openai.chat.completions.create(
         model=openai.models.list().data[0].id,
@@ -221,6 +245,12 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": "x", "namespace": "n" * 257}, "namespace", "at most 256 characters"),
     ("completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
     ("completions", {"prompt": "x", "tools": [1]}, "tools", "not a field"),
+    ("completions", {"prompt": "x", "best_of": 1, "n": 2}, "best_of", "between n, which is 2, and 128"),
+    ("completions", {"prompt": "x", "best_of": 129}, "best_of", "between n, which is 1, and 128"),
+    ("completions", {"prompt": "x", "best_of": 2, "stream": True}, "best_of", "n where stream is true"),
+    ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo", "false where logprobs is given"),
+    ("completions", {"prompt": [-1], "echo": True}, "prompt", "from 0 to 319"),
+    ("completions", {"prompt": "x", "suffix": "y"}, "suffix", "must be left out"),
     ("completions", {"prompt": "\ud800"}, "", "body must be valid Unicode"),
     ("completions", {}, "prompt", "required"),
     ("completions", {"prompt": [3, 3, 3]}, "prompt", "three threes"),  # refused by the engine itself

@@ -19,7 +19,8 @@ from radixkv.server.client import Client
 from radixkv.server.errors import InvalidRequest, Overloaded, TimedOut
 from radixkv.server.frontend import MAX_MESSAGES, Frontend
 from radixkv.server.messages import ChatMessage
-from radixkv.server.openai import MAX_DEPTH, CompletionRequest, parse
+from radixkv.server.openai.depth import MAX_DEPTH
+from radixkv.server.openai.schema import CompletionRequest, parse
 
 LONG = {"prompt": "abc", "max_tokens": 2000}
 

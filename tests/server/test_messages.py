@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput, TokenLogprobs
 from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, error_of
@@ -37,6 +38,7 @@ from radixkv.server.messages import (
     frames,
     id_of,
 )
+from radixkv.structured_outputs import StructuredOutputs
 
 PARSERS: list[Parser[Any]] = [Parser(ToWorker), Parser(FromWorker), Parser(ToFrontend)]
 
@@ -161,3 +163,10 @@ def test_an_invalid_request_names_the_field_that_its_text_begins_with() -> None:
     assert InvalidRequest.of(ValueError("max_tokens must be at least 1, got 0")).param == "max_tokens"
     assert InvalidRequest.of(ValueError("logit_bias[7] must be between -100 and 100, got 1000")).param == "logit_bias"
     assert InvalidRequest.of(ValueError("Oops")).param is None
+
+
+def test_a_submission_carries_a_form_and_a_retention() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "null"}}}))
+    message = Submit(id="1", prompt="x", params=params, retention=Retention(2, 5.0))
+    assert Parser(ToFrontend)(frames(message)) == message
+    assert msgspec.msgpack.decode(frames(message)[1])["retention"] == [2, 5.0]

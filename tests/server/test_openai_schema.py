@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixkv.grammar import check_grammar
 from radixkv.server.access import ANYONE
 from radixkv.server.errors import InvalidRequest
-from radixkv.server.openai import ChatRequest, CompletionRequest, parse
+from radixkv.server.openai.responses import ResponsesRequest
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -52,8 +54,9 @@ def test_a_prompt_of_mixed_kinds_is_refused() -> None:
         ({"stream": "yes"}, "stream"),
         ({"logit_bias": {"1": "x"}}, "logit_bias[...]"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"echo": True}, "echo"),
-        ({"best_of": 2}, "best_of"),
+        ({"echo": 1}, "echo"),
+        ({"best_of": 2.5}, "best_of"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"temprature": 1}, "temprature"),
         ({"guided_json": {}}, "guided_json"),
     ],
@@ -69,7 +72,6 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": "hi"}, "messages"),
@@ -93,13 +95,21 @@ def test_a_missing_prompt_is_named() -> None:
 
 def test_what_changes_nothing_is_accepted() -> None:
     completion(
-        user="me", best_of=1, echo=False, suffix=None, logit_bias=None, metadata={"a": "b"}, response_format={"type": "text"}
-    )
+        user="me", best_of=1, echo=False, suffix="", logit_bias=None, metadata={"a": "b"},
+        service_tier="auto", prompt_cache_key="k",
+    )  # fmt: skip
     request = chat(
         response_format={"type": "text"}, tools=[], tool_choice="none", store=False, seed=None, stream_options=None,
         messages=[{"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "annotations": [], "audio": None}],
     )  # fmt: skip
     assert request.messages[0].text == "x"
+
+
+def test_an_answer_that_the_openai_package_parsed_goes_back_as_it_came() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+    request = chat(messages=[{"role": "assistant", "content": None, "parsed": {"a": 1}, "tool_calls": [call]}])
+    assert request.messages[0].tool_calls is not None
+    assert request.messages[0].tool_calls[0].function.name == "f"
 
 
 def test_sampling_fields_reach_the_engine_under_their_names() -> None:
@@ -110,7 +120,7 @@ def test_sampling_fields_reach_the_engine_under_their_names() -> None:
     assert msgspec.structs.asdict(params) == {
         "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1,
         "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": -5, "stop": ("end",), "logprobs": 3, "stop_token_ids": (4,),
-        "ignore_eos": True, "logit_bias": {12: -1.5},
+        "ignore_eos": True, "logit_bias": {12: -1.5}, "structured_outputs": None,
     }  # fmt: skip
 
 
@@ -159,18 +169,37 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from([*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, "tools", "user", "echo"])
+KINDS: list[Any] = [CompletionRequest, ChatRequest, ResponsesRequest]
+names = st.sampled_from([*(name for kind in KINDS for name in kind.__struct_fields__), "user", "store", "reasoning"])
 
 
 @given(st.dictionaries(names, json_values, max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_no_body_raises_anything_but_an_invalid_request(fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in KINDS:
         try:
             request: Any = parse(body, kind)
+            if isinstance(request, ResponsesRequest):
+                request = request.chat
             _ = request.sampling_params, request.cache_namespace(ANYONE), request.include_usage
             if isinstance(request, CompletionRequest):
                 _ = request.prompts
         except InvalidRequest as error:
             msgspec.json.encode(error.message)
+
+
+def test_schemas_nested_beyond_reason_are_refused() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(400):
+        schema = {"type": "array", "items": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    fields: list[dict[str, Any]] = [
+        {"tools": [tool], "tool_choice": "required"},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
+    ]
+    for each in fields:
+        params = chat(**each).sampling_params
+        assert params.structured_outputs is not None
+        with pytest.raises(ValueError, match="structured_outputs"):
+            check_grammar(params.structured_outputs)
