@@ -82,8 +82,9 @@ class Request:
         """Tokens that end it."""
         self.grammar = grammar
         """Where the output is in the form that ``params.structured_outputs`` asks for."""
-        for token_id in output_token_ids if grammar is not None else ():
-            grammar.accept(token_id)
+        if grammar is not None:
+            for token_id in output_token_ids:
+                grammar.accept(token_id)
         self.namespace = namespace
         self.arrival_time = arrival_time
         self.num_prompt_tokens = len(prompt)
