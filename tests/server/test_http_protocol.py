@@ -139,6 +139,7 @@ def test_a_body_that_does_not_come_in_time_ends_the_request(port: int, app: App)
     wait_for_disconnect(app)
 
 
+@pytest.mark.full
 def test_an_answer_may_take_longer_than_a_request_and_the_next_request_has_its_full_time(port: int) -> None:
     with connect(port) as connection:
         for _ in range(2):

@@ -111,6 +111,7 @@ def test_beyond_max_waiting_http_says_429_and_when_to_come_again_and_a_new_names
     assert httpx.post(f"{slow.url}/v1/completions", json={"prompt": "abc", "max_tokens": 3}).status_code == 200
 
 
+@pytest.mark.full
 def test_a_stream_that_takes_too_long_ends_in_an_error_and_its_blocks_are_back(slow: Any) -> None:
     lines = httpx.post(f"{slow.url}/v1/completions", json=LONG | {"stream": True}, timeout=20).text.split("\n\n")
     assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "timeout"
