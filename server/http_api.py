@@ -124,7 +124,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     async def health() -> Response[bytes]:
         return _json({"status": frontend.status})
 
-    @route("/ready", http_method=["GET", "HEAD"])
+    @route("/ready", http_method=["GET", "HEAD"], opt={"open_to_all": True})
     async def ready() -> Response[bytes]:
         frontend.check_ready()  # raises Unavailable: 503
         return _json({"status": "ok"})

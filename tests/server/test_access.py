@@ -145,14 +145,14 @@ def test_without_a_key_nothing_answers(locked: Any, method: str, path: str, head
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_no_route_but_health_is_open(locked: Any) -> None:
+def test_no_routes_but_health_and_readiness_are_open(locked: Any) -> None:
     """Whatever routes there are: one that is added must be closed unless it says otherwise, and then stand here."""
     from radixkv.server.http_api import create_app
 
     app = create_app(None)  # type: ignore[arg-type]
     handlers = [handler for route in app.routes for handler in getattr(route, "route_handlers", [])]
     is_open = {path for handler in handlers if handler.opt.get("open_to_all") for path in handler.paths}
-    assert is_open == {"/health"}
+    assert is_open == {"/health", "/ready"}
     assert httpx.get(f"{locked.url}/health").status_code == 200
 
 

@@ -155,7 +155,7 @@ def test_a_malicious_chat_template_is_held_in_its_sandbox(
     frontend = Frontend("tiny", tokenizer, 320)
     frontend.max_model_len = 2048
     with contextlib.suppress(InvalidRequest):  # or Jinja's other answer to what may not be reached: no text at all
-        assert asyncio.run(frontend._render_chat([ChatMessage(role="user", content="hi")])) == []
+        assert asyncio.run(frontend.render_chat([ChatMessage(role="user", content="hi")], None)) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,6 +13,7 @@ from radixkv.server.access import ANYONE
 from radixkv.server.errors import InvalidRequest
 from radixkv.server.openai.responses import ResponsesRequest
 from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse
+from radixkv.structured_outputs import StructuredOutputs
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -199,7 +200,7 @@ def test_schemas_nested_beyond_reason_are_refused() -> None:
         {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
     ]
     for each in fields:
-        params = chat(**each).sampling_params
-        assert params.structured_outputs is not None
-        with pytest.raises(ValueError, match="structured_outputs"):
-            check_grammar(params.structured_outputs)
+        with pytest.raises(InvalidRequest, match="nested at most 64 deep"):
+            chat(**each)
+    with pytest.raises(ValueError, match="structured_outputs"):  # a library's and a ZeroMQ client's come another way
+        check_grammar(StructuredOutputs(json=schema))
