@@ -472,9 +472,9 @@ class _Choice:
     def feed(self, output: RequestOutput, now: float) -> Delta:
         if self.last_token_time is None:  # a worker that goes on with it finds less, or what only the request itself has left there
             self.num_cached_tokens = output.num_cached_tokens
+            self.missed = output.missed or self.missed
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
-        self.missed = output.missed or self.missed
         final = output.finish_reason is not None
         text = self._stop.feed(self._detokenizer.feed(output.token_ids, final=final), final=final)
         return Delta(
