@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,22 @@ def test_the_form_is_kept_in_a_batch_with_chunks_preemption_and_the_cache_off(ti
         assert other.engine.stats()["blocks_locked"] == 0
         if config:
             assert other.engine.stats()["preemptions"] > 0
+
+
+def test_an_output_goes_on_in_its_form_behind_tokens_that_another_engine_gave_it(llm: LLM) -> None:
+    engine, params = llm.engine, asking(StructuredOutputs(json=PERSON))
+
+    def run(before: list[int]) -> list[list[int]]:
+        engine.add("a", [5, 6, 7], params, output_token_ids=before)
+        outputs = []
+        while engine.has_unfinished:
+            outputs += [output.token_ids for output in engine.step()]
+        return outputs
+
+    whole = run([])
+    assert max(map(len, whole)) > 1, "nothing was forced"
+    for done in range(1, len(whole)):
+        assert run([*chain(*whole[:done])]) == whole[done:]
 
 
 def test_max_tokens_cuts_even_in_the_middle_of_what_is_forced(llm: LLM) -> None:

@@ -1,3 +1,5 @@
+/* Both of attention's products on matrix tiles, K and V read where they lie.  Values go 16 tokens at a time, half of what the registers
+   hold: two tiles of tokens lie in different blocks, and pieces of a chunk are cut between tiles. */
 #include "attention_tiles.h"
 
 #include "gemm.h"

@@ -23,6 +23,11 @@ CPU = torch.device("cpu")
 # Values are about 1, some 2: float32 rounding of scores and sums, or one rounding of the result and one of the weights.
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 2**-9}
 UNUSED = 2**30
+NATIVE_FIRST = [
+    "native-float32", "native-bfloat16",
+    *(pytest.param(f"torch-{name}", marks=pytest.mark.full) for name in ("float32", "bfloat16", "float16")),
+]  # fmt: skip
+"""For tests that take seconds in torch: there they wait for the whole grid."""
 
 Shared = int | Sequence[int]
 """Tokens that each sequence shares with the one before it (the first one's number means nothing), or one number for all."""
@@ -143,10 +148,11 @@ def test_the_whole_grid_agrees_with_float64(dtype: torch.dtype, dim: int, group:
         assert_right(sequences, block_size, MIXED)
 
 
+@pytest.mark.parametrize("dtype", NATIVE_FIRST, indirect=True)
 def test_sequences_that_share_blocks_agree_with_float64(dtype: torch.dtype) -> None:
     lengths = [400, 350, 329, 300, 528, 331, 264, 270]
     sequences = Sequences.random(lengths, 9, 3, 64, dtype, shared=256)
-    for shared in (0, 64, 256):
+    for shared in (0, 16, 64, 128, 256):
         assert_right(sequences, 16, [(s, n - 1, n) for s, n in enumerate(lengths)], shared)
     assert_right(sequences, 16, [(s, n - 1 - s, n) for s, n in enumerate(lengths)], shared=256)
 
@@ -187,7 +193,8 @@ def test_a_querys_bits_depend_on_its_own_tokens_only(dtype: torch.dtype, heads: 
         check(sequences.attend(16, [*decodes[1:], (0, 205, 210)], share)[-1:], 205)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("dtype", NATIVE_FIRST, indirect=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=2, max_size=20),
     fractions=st.lists(st.sampled_from([0.0, 0.3, 0.7, 0.9, 1.0]), min_size=20, max_size=20),

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 HERE = Path(__file__).parent
 SERVE = """
@@ -140,3 +141,15 @@ def server(model_folder: Path) -> Iterator[Server]:
         server = start(zmq="tcp://127.0.0.1:*").wait_ready()
         yield server
         assert "Traceback" not in server.log
+
+
+@pytest.fixture(scope="session")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def openai(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client

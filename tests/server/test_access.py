@@ -129,7 +129,8 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-ROUTES = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
+ROUTES = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
+          ("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
           ("GET", "/metrics"), ("GET", "/report"), ("POST", "/reset_prefix_cache")]  # fmt: skip
 
 
@@ -167,11 +168,22 @@ def test_openais_client_gets_in_with_its_key_and_learns_what_is_wrong_otherwise(
     assert caught.value.param == "namespace"
 
 
-def test_a_tenants_requests_run_in_its_namespace_whether_they_name_it_or_not(locked: Any) -> None:
+MESSAGES = [{"role": "user", "content": "a tenant's words"}]
+PROMPTS = {
+    "completions": {"prompt": "a tenant's prompt", "max_tokens": 1},
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "responses": {"input": "a tenant's answer is wanted", "max_output_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_a_tenants_requests_run_in_its_namespace_whether_they_name_it_or_not(locked: Any, path: str) -> None:
+    httpx.post(f"{locked.url}/reset_prefix_cache", headers=bearer(OPERATOR))
+
     def cached(key: str, **fields: Any) -> int:
-        body = {"prompt": "a tenant's prompt", "max_tokens": 1, **fields}
-        usage = httpx.post(f"{locked.url}/v1/completions", json=body, headers=bearer(key)).json()["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
+        usage = httpx.post(f"{locked.url}/v1/{path}", json=PROMPTS[path] | fields, headers=bearer(key)).json()["usage"]
+        details = usage["input_tokens_details" if path == "responses" else "prompt_tokens_details"]
+        return int(details["cached_tokens"])
 
     assert cached(OPERATOR) == 0
     assert cached(TENANT) == 0
@@ -182,7 +194,7 @@ def test_a_tenants_requests_run_in_its_namespace_whether_they_name_it_or_not(loc
 
 @pytest.mark.parametrize("fields", [{"namespace": "other"}, {"cache_salt": "pepper"}], ids=str)
 def test_a_tenant_may_not_ask_for_another_namespace(locked: Any, fields: dict[str, str]) -> None:
-    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+    for path, body in PROMPTS.items():
         response = httpx.post(f"{locked.url}/v1/{path}", json=body | fields, headers=bearer(TENANT))
         assert response.status_code == 403
         assert response.json()["error"]["param"] == next(iter(fields))

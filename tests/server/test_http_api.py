@@ -17,16 +17,6 @@ PROMPT = "the quick brown fox, grüße 🙂 日本語"
 
 
 @pytest.fixture(scope="module")
-def http(server: Any) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=20)
-
-
-@pytest.fixture(scope="module")
-def openai(server: Any) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
-
-
-@pytest.fixture(scope="module")
 def tokens(tiny_model_tools: dict[str, Any]) -> Any:
     tokenizer = tiny_model_tools["make_tokenizer"]()
     return lambda text: tokenizer.encode(text).ids

@@ -19,16 +19,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def http(server: Any) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=20)
-
-
-@pytest.fixture(scope="module")
-def openai(server: Any) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
-
-
-@pytest.fixture(scope="module")
 def model(openai: OpenAI) -> str:
     return openai.models.list().data[0].id
 
