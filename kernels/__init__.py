@@ -80,7 +80,8 @@ FusedLayers = Callable[[Tensor, Tensor, AttentionMetadata, Tensor | None], Tenso
 class Backend(Protocol):
     """What a backend module provides.  Shapes: T tokens, H query heads, G KV heads, D head dim, N x K weights.
 
-    One that runs all layers of a model in one call has ``fuse_layers(layers, kv, shape) -> FusedLayers | None``, too: see ``cpu``.
+    One that runs all layers of a model in one call has ``fuse_layers(layers, kv, shape) -> FusedLayers | None``, too; one that
+    multiplies quantized weights as they are, ``pack_quantized(weight, bias, dtype)``, None where it can't: see ``cpu``.
     """
 
     def allocate_kv(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import AttentionMetadata, DecoderLayer, DecoderShape, FusedLayers
+from ..quantized import GROUP, QuantizedWeight
 from . import torch_ops
 from .build import library
 from .decoder import NativeDecoder
@@ -40,6 +41,10 @@ class PackedLinear:
     bias: Tensor
     num_outputs: int
     num_inputs: int
+    dtype: torch.dtype
+    """Of the rows that it multiplies, and of the product."""
+    bits: int
+    """Of a quantized weight, whose tiles are widened to ``dtype`` where they are multiplied; else 0."""
     weight_pointer: int
     bias_pointer: int
 
@@ -82,12 +87,36 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Ten
     half = weight.dtype is torch.bfloat16
     tiles = -(-outputs // _TILE)
     packed = _empty((tiles * _TILE * (-(-inputs // _DEPTH) * _DEPTH if half else inputs),), weight.dtype)
-    padded_bias = torch.zeros(tiles * _TILE)
-    if bias is not None:
-        padded_bias[:outputs] = bias
+    padded_bias = _padded_bias(bias, outputs)
     weight = weight.contiguous()
     library().radixkv_pack_weight(weight.data_ptr(), packed.data_ptr(), outputs, inputs, half)
-    return PackedLinear(packed, padded_bias, outputs, inputs, packed.data_ptr(), padded_bias.data_ptr())
+    return PackedLinear(packed, padded_bias, outputs, inputs, weight.dtype, 0, packed.data_ptr(), padded_bias.data_ptr())
+
+
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear | None:
+    """The same for a quantized weight, with the bits that :func:`pack_linear` would give for it widened to ``dtype`` beforehand.
+
+    A third (or half) of the bytes in memory, so a step of few rows takes less time.  None where it would take more: where torch
+    computes, and in float32.
+    """
+    if dtype is not torch.bfloat16 or not is_native(dtype):
+        return None
+    outputs, inputs = weight.codes.shape
+    tiles, header = -(-outputs // _TILE), 2 * _TILE * (1 if weight.offsets is None else 2)
+    packed = _empty((tiles * (inputs // GROUP) * (header + GROUP * _TILE * weight.bits // 8),), torch.uint8)
+    padded_bias = _padded_bias(bias, outputs)
+    parts = [None if part is None else part.contiguous() for part in weight]
+    library().radixkv_pack_quantized(
+        *(None if part is None else part.data_ptr() for part in parts), packed.data_ptr(), outputs, inputs, weight.bits
+    )
+    return PackedLinear(packed, padded_bias, outputs, inputs, dtype, weight.bits, packed.data_ptr(), padded_bias.data_ptr())
+
+
+def _padded_bias(bias: Tensor | None, outputs: int) -> Tensor:
+    padded = torch.zeros(-(-outputs // _TILE) * _TILE)
+    if bias is not None:
+        padded[:outputs] = bias
+    return padded
 
 
 def linear(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Tensor:
@@ -113,14 +142,14 @@ def gated_linear(x: Tensor, packed: PackedLinear) -> Tensor:
 
 def _product(function: Any, x: Tensor, packed: PackedLinear, outputs: int, dtype: torch.dtype | None = None) -> Tensor:
     rows, inputs = x.shape
-    if inputs != packed.num_inputs or x.dtype is not packed.weight.dtype:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight takes {packed.weight.dtype} rows of {packed.num_inputs}")
+    if inputs != packed.num_inputs or x.dtype is not packed.dtype:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight takes {packed.dtype} rows of {packed.num_inputs}")
     if not x.is_contiguous():
         x = x.contiguous()
     out = torch.empty((rows, outputs), dtype=dtype or x.dtype)
     function(
         x.data_ptr(), inputs, packed.weight_pointer, packed.bias_pointer, out.data_ptr(), rows, outputs, inputs,
-        x.dtype is torch.bfloat16, num_threads(),
+        x.dtype is torch.bfloat16, packed.bits, num_threads(),
     )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@
 struct product {
     const void *weight;
     const float *bias;
-    long outputs, inputs;
+    long outputs, inputs, bits;
 };
 
 struct layer {
@@ -33,7 +33,7 @@ struct batch {
 };
 
 static void multiply(const struct product *p, const void *x, void *out, long rows, int half, int threads) {
-    radixkv_linear(x, p->inputs, p->weight, p->bias, out, rows, p->outputs, p->inputs, half, threads);
+    radixkv_linear(x, p->inputs, p->weight, p->bias, out, rows, p->outputs, p->inputs, half, p->bits, threads);
 }
 
 /* Rows `which` of x [.., width], rows `stride` apart, to the front of `to`, side by side; they may overlap, as which[i] >= i. */
@@ -68,7 +68,7 @@ void radixkv_decoder_layers(const struct layer *layers, long count, const struct
                                 s->kv_heads, s->q_heads / s->kv_heads, dim, s->block_size, b->segments, b->segment_count, s->scale, half, threads);
         multiply(&l->o, attended, y, rows, half, threads);
         radixkv_rms_norm(y, residual, l->post_norm, x, rows, s->hidden, s->eps, half, threads);
-        radixkv_gated_linear(x, s->hidden, l->gate_up.weight, l->gate_up.bias, activated, rows, mlp, s->hidden, half, threads);
+        radixkv_gated_linear(x, s->hidden, l->gate_up.weight, l->gate_up.bias, activated, rows, mlp, s->hidden, half, l->gate_up.bits, threads);
         multiply(&l->down, activated, y, rows, half, threads);
         radixkv_rms_norm(y, residual, l->next_norm, x, rows, s->hidden, s->eps, half, threads);
     }

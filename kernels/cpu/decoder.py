@@ -16,7 +16,7 @@ _LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
 
 
 class _Product(ctypes.Structure):
-    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("outputs", _LONG), ("inputs", _LONG)]
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), *((name, _LONG) for name in ("outputs", "inputs", "bits"))]
 
 
 class _Layer(ctypes.Structure):
@@ -103,4 +103,4 @@ def _layer(layer: DecoderLayer, k_cache: Tensor, v_cache: Tensor) -> _Layer:
 
 
 def _product(packed: Any) -> _Product:
-    return _Product(packed.weight_pointer, packed.bias_pointer, packed.num_outputs, packed.num_inputs)
+    return _Product(packed.weight_pointer, packed.bias_pointer, packed.num_outputs, packed.num_inputs, packed.bits)

@@ -9,12 +9,14 @@
 #include "matrix_tiles.h"
 #include "operations.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "silu.h"
 
 #define KC 576 /* even */
 #define MC 144
 #define AHEAD 8192 /* bytes */
 #define MC_TILES 256 /* rows of an item on matrix tiles */
+#define STREAM_DEPTH 64 /* of a quantized weight that few rows pass by: it is used once, from L1 */
 
 static long packed_depth(long K, int half) { return half ? (K + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH : K; }
 
@@ -29,6 +31,24 @@ void radixkv_pack_weight(const void *weight, void *packed, long N, long K, int h
                 if (half) ((bf16 *)packed)[(t * depth + k / 2 * 2) * TILE + j * 2 + k % 2] = real ? ((const bf16 *)weight)[n * K + k] : 0;
                 else ((float *)packed)[(t * depth + k) * TILE + j] = real ? ((const float *)weight)[n * K + k] : 0;
             }
+}
+
+/* Scales [N, K / GROUP] in float16, offsets as many (none at 8 bits), codes [N, K] of a byte each to groups (quantized.h); K a multiple of
+   GROUP; zero where N is padded. */
+void radixkv_pack_quantized(const uint16_t *scales, const uint16_t *offsets, const uint8_t *codes, char *packed, long N, long K, int bits) {
+    long groups = K / GROUP, tiles = (N + TILE - 1) / TILE;
+    memset(packed, 0, tiles * groups * group_bytes(bits));
+    for (long n = 0; n < N; n++)
+        for (long g = 0; g < groups; g++) {
+            char *group = packed + (n / TILE * groups + g) * group_bytes(bits), *words = group + (bits == 4 ? 4 : 2) * TILE;
+            long column = n % TILE;
+            ((uint16_t *)group)[column] = scales[n * groups + g];
+            if (bits == 4) ((uint16_t *)group)[TILE + column] = offsets[n * groups + g];
+            for (long k = 0; k < GROUP; k++) {
+                long pair = k / 2, lane = 2 * column + k % 2, in_word = 32 / bits;
+                ((uint32_t *)words)[pair / in_word * PAIR_ROW + lane] |= (uint32_t)codes[n * K + g * GROUP + k] << pair % in_word * bits;
+            }
+        }
 }
 
 /* Up to this many rows read several tiles side by side, which the CPU prefetches well unasked; fewer streams it doesn't. */
@@ -91,9 +111,29 @@ void linear_put(const struct linear *l, const float *c, const float *bias, const
 #undef PUT
 }
 
+/* multiply() for a quantized weight, a few tiles widened at a time. */
+static void multiply_quantized(const struct linear *l, float *c, bf16 *widened, long row, long rows, long tile, long tiles) {
+    long step = WIDE(MAX_MR), depth = rows > MAX_MR ? KC : STREAM_DEPTH, ldc = tiles * TILE, panels = panel_count(rows, MAX_MR);
+    const char *w = (const char *)l->w + tile * l->tile_bytes;
+    const float *bias = l->bias + tile * TILE;
+    for (long k = 0; k < l->K; k += depth) {
+        long kc = l->K - k < depth ? l->K - k : depth, pitch = depth * TILE * sizeof *widened;
+        for (long t = 0; t < tiles; t += step) {
+            long count = tiles - t < step ? tiles - t : step;
+            for (long n = 0; n < count; n++)
+                widen_groups(l->bits, w + (t + n) * l->tile_bytes + k / GROUP * group_bytes(l->bits), kc / GROUP, count * l->tile_bytes, element(widened, n * depth * TILE, 1));
+            for (long p = 0; p < panels; p++) {
+                long m = panel_start(rows, panels, p), height = panel_start(rows, panels, p + 1) - m;
+                panel(1, height, element(l->a, (row + m) * l->lda + k, DOT_PAIRS), l->lda, (char *)widened, pitch, count, kc,
+                      k ? 0 : bias + t * TILE, c + m * ldc + t * TILE, ldc, (char *)widened, 0);
+            }
+        }
+    }
+}
+
 /* C[rows][tiles * TILE] of rows from `row` and tiles from `tile` of the packed weight. */
 static void multiply(const struct linear *l, float *c, long row, long rows, long tile, long tiles) {
-    long tile_bytes = l->depth * TILE * (l->half ? 2 : 4), row_bytes = TILE * (l->half ? 2 : 4), ldc = tiles * TILE;
+    long tile_bytes = l->tile_bytes, row_bytes = TILE * (l->half ? 2 : 4), ldc = tiles * TILE;
     const char *w = (const char *)l->w + tile * tile_bytes;
     const float *bias = l->bias + tile * TILE;
     int narrow = l->half && DOT_PAIRS; /* element size of a */
@@ -121,13 +161,17 @@ static void linear_item(void *context, long item, int thread) {
     long tile = item % l->tile_items * l->tiles_per_item, row = item / l->tile_items * l->rows_per_item;
     long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
+    float *c = l->scratch + thread * l->scratch_floats, *up = c + rows * tiles * TILE;
+    bf16 *widened = (bf16 *)(c + l->c_floats);
     if (l->on_tiles) {
-        linear_on_matrix_tiles(l, row, rows, tile, tiles);
+        linear_on_matrix_tiles(l, widened, row, rows, tile, tiles);
         return;
     }
-    float *c = l->scratch + thread * l->scratch_floats, *up = c + rows * tiles * TILE;
-    multiply(l, c, row, rows, tile, tiles);
-    if (l->gated) multiply(l, up, row, rows, l->tiles + tile, tiles);
+    for (int part = 0; part <= l->gated; part++) {
+        long first = part * l->tiles + tile;
+        if (l->bits) multiply_quantized(l, part ? up : c, widened, row, rows, first, tiles);
+        else multiply(l, part ? up : c, row, rows, first, tiles);
+    }
     linear_put(l, c, 0, up, tiles * TILE, row, rows, tile, tiles);
 }
 
@@ -158,6 +202,7 @@ static void run(struct linear l, int threads) {
     l.a = l.x, l.lda = l.ldx;
     l.tiles = (l.N + TILE - 1) / TILE;
     l.depth = packed_depth(l.K, l.half);
+    l.tile_bytes = l.bits ? l.depth / GROUP * group_bytes(l.bits) : l.depth * TILE * (l.half ? 2 : 4);
     l.on_tiles = l.half && matrix_tiles();
     long most_rows = l.on_tiles ? MC_TILES : MC, row_items = (l.M + most_rows - 1) / most_rows, multiple = l.on_tiles ? 2 * TILE_ROWS : MAX_MR;
     l.rows_per_item = ((l.M + row_items - 1) / row_items + multiple - 1) / multiple * multiple;
@@ -166,7 +211,8 @@ static void run(struct linear l, int threads) {
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
     int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
-    l.scratch_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
+    l.c_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
+    l.scratch_floats = l.c_floats + (!l.bits ? 0 : l.on_tiles ? 2 * l.depth * TILE / 2 : KC * WIDE(MAX_MR) * TILE / 2);
     l.scratch = scratch((l.scratch_floats * threads + (widen ? l.M * l.K : pad ? l.M * l.depth / 2 : 0)) * sizeof(float));
     if (widen || pad) {
         l.lda = widen ? l.K : l.depth;
@@ -176,17 +222,17 @@ static void run(struct linear l, int threads) {
     parallel_for(l.tile_items * row_items, threads, linear_item, &l);
 }
 
-/* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias. */
-void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
-    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half}, threads);
+/* out [M, N] = x [M, K] (row stride ldx) @ weight.T + bias; `bits` of a quantized weight, else 0. */
+void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int bits, int threads) {
+    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .bits = bits}, threads);
 }
 
 /* The same, widened to float32 after it was rounded. */
-void radixkv_wide_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
-    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .wide = half}, threads);
+void radixkv_wide_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int bits, int threads) {
+    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .bits = bits, .wide = half}, threads);
 }
 
 /* out [M, N] = silu(gate) * up, where x @ weight.T + bias has gate [M, N] beside up [M, N]; N a multiple of TILE. */
-void radixkv_gated_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads) {
-    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .gated = 1}, threads);
+void radixkv_gated_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int bits, int threads) {
+    run((struct linear){.x = x, .w = w, .bias = bias, .out = out, .M = M, .N = N, .K = K, .ldx = ldx, .half = half, .bits = bits, .gated = 1}, threads);
 }

@@ -2,8 +2,10 @@
 #pragma once
 #include <stdint.h>
 
-void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads);
-void radixkv_gated_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half, int threads);
+void radixkv_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half,
+                    int bits, int threads);
+void radixkv_gated_linear(const void *x, long ldx, const void *w, const float *bias, void *out, long M, long N, long K, int half,
+                          int bits, int threads);
 void radixkv_rms_norm(const void *x, void *residual, const void *weight, void *out, long rows, long dim, float eps, int half, int threads);
 void radixkv_head_norm(void *x, long row, const void *weight, long tokens, long heads, long dim, float eps, int half, int threads);
 void radixkv_silu_mul(const void *gate_up, void *out, long rows, long dim, int half, int threads);

@@ -79,12 +79,14 @@ INLINE vf vload_bf16(const bf16 *p) { vh h; memcpy(&h, p, sizeof h); return (vf)
 #if VBYTES == 64 && defined(__AVX512BF16__) /* one instruction; it takes denormals for 0 */
 INLINE vf vround_bf16(vf v) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16); }
 INLINE void vstore_bf16(bf16 *p, vf v) { __m256bh h = _mm512_cvtneps_pbh((__m512)v); memcpy(p, &h, sizeof h); }
+INLINE void vstore_bf16_pair(bf16 *p, vf v, vf next) { __m512bh h = _mm512_cvtne2ps_pbh((__m512)next, (__m512)v); memcpy(p, &h, sizeof h); }
 #else
 INLINE vf vround_bf16(vf v) {
     vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
     return vselect((vi)(v != v), vset(__builtin_nanf("")), (vf)rounded);
 }
 INLINE void vstore_bf16(bf16 *p, vf v) { vh h = __builtin_convertvector((vu)vround_bf16(v) >> 16, vh); memcpy(p, &h, sizeof h); }
+INLINE void vstore_bf16_pair(bf16 *p, vf v, vf next) { vstore_bf16(p, v); vstore_bf16(p + VL, next); }
 #endif
 
 INLINE bf16 bf16_from_float(float x) {

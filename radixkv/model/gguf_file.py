@@ -87,6 +87,34 @@ class GGUFFile:
             raise ValueError(f"{self.path}: tensor {name} is of type {tensor.kind.name}, which gguf can't dequantise") from None
         return values
 
+    def quantized(self, name: str) -> tuple[NDArray[np.float16], NDArray[np.float16] | None, NDArray[np.uint8 | np.int8]] | None:
+        """Scales, offsets and codes of tensor ``name``, as :class:`radixkv.kernels.quantized.QuantizedWeight` has them.
+
+        None for other types than Q4_0, Q4_1 and Q8_0, and where a scale or an offset isn't finite.
+        """
+        tensor = self.tensors[name]
+        if tensor.kind not in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0):
+            return None
+        values_per_group, group_bytes = map(int, GGML_QUANT_SIZES[tensor.kind])
+        rows, columns = tensor.shape
+        raw = np.frombuffer(self._map, np.uint8, self._num_bytes(tensor), tensor.offset)
+        groups = raw.reshape(rows, columns // values_per_group, group_bytes)
+
+        def half(start: int) -> NDArray[np.float16]:
+            return np.ascontiguousarray(groups[..., start : start + 2]).view(np.float16)[..., 0]
+
+        scales, offsets = half(0), None
+        if tensor.kind is GGMLQuantizationType.Q8_0:
+            codes = np.ascontiguousarray(groups[..., 2:]).view(np.int8)
+        else:
+            with np.errstate(over="ignore"):  # a code of Q4_0 stands for 8 less; 8 times the scale is exact, or infinite
+                offsets = half(2) if tensor.kind is GGMLQuantizationType.Q4_1 else scales * np.float16(-8)
+            nibbles = groups[..., group_bytes - values_per_group // 2 :]
+            codes = np.concatenate([nibbles & 15, nibbles >> 4], -1)  # inputs 0 .. 15, then the others
+        if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
+            return None
+        return scales, offsets, codes.reshape(rows, columns)
+
     @staticmethod
     def _num_bytes(tensor: GGUFTensor) -> int:
         items, size = GGML_QUANT_SIZES[tensor.kind]

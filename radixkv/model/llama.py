@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from radixkv.kernels import AttentionMetadata, Backend, DecoderLayer, DecoderShape, FusedLayers
+from radixkv.kernels.quantized import QuantizedWeight, concatenate
 from radixkv.model.config import ModelConfig
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.rope import cos_sin_table
@@ -19,11 +20,15 @@ from radixkv.model.rope import cos_sin_table
 class Llama:
     """Weights packed for one backend.
 
-    ``get(name)`` gives a weight under its Hugging Face name, in the dtype and on the device of the model.  Weights are asked for
-    one after the other and packed at once, so that memory peaks at about one copy of the model.
+    ``get(name)`` gives a weight under its Hugging Face name, in the dtype and on the device of the model; ``get_quantized(name)``
+    one of few bits as it is stored, for backends that multiply such, and None for others.  Weights are asked for one after the
+    other and packed at once, so that memory peaks at about one copy of the model.
     """
 
-    def __init__(self, config: ModelConfig, get: Callable[[str], Tensor], backend: Backend) -> None:
+    def __init__(
+        self, config: ModelConfig, get: Callable[[str], Tensor], backend: Backend,
+        get_quantized: Callable[[str], QuantizedWeight | None] = lambda name: None,
+    ) -> None:  # fmt: skip
         self.config = config
         self._backend = backend
         self._embedding = get("model.embed_tokens.weight")
@@ -32,10 +37,15 @@ class Llama:
         self._cos_sin = table.to(self.device)
         self._scale = 1.0 / math.sqrt(config.head_dim)
 
-        def packed(prefix: str, names: tuple[str, ...], has_bias: bool) -> Any:
-            weight = torch.cat([get(f"{prefix}.{name}.weight") for name in names])
-            bias = torch.cat([get(f"{prefix}.{name}.bias") for name in names]) if has_bias else None
-            return backend.pack_linear(weight, bias)
+        pack_quantized = getattr(backend, "pack_quantized", None)
+
+        def packed(names: list[str], has_bias: bool) -> Any:
+            weights = [f"{name}.weight" for name in names]
+            bias = torch.cat([get(f"{name}.bias") for name in names]) if has_bias else None
+            quantized = concatenate([get_quantized(name) for name in weights]) if pack_quantized is not None else None
+            if quantized is not None and (as_stored := pack_quantized(quantized, bias, self.dtype)) is not None:
+                return as_stored
+            return backend.pack_linear(torch.cat([get(name) for name in weights]), bias)
 
         self._layers: list[DecoderLayer] = []
         self._first_norm = get("model.layers.0.input_layernorm.weight")
@@ -45,10 +55,10 @@ class Llama:
             last = i + 1 == config.num_layers
             self._layers.append(
                 DecoderLayer(
-                    qkv=packed(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-                    o=packed(attention, ("o_proj",), config.o_bias),
-                    gate_up=packed(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-                    down=packed(mlp, ("down_proj",), config.mlp_bias),
+                    qkv=packed([f"{attention}.{part}_proj" for part in "qkv"], config.qkv_bias),
+                    o=packed([f"{attention}.o_proj"], config.o_bias),
+                    gate_up=packed([f"{mlp}.gate_proj", f"{mlp}.up_proj"], config.mlp_bias),
+                    down=packed([f"{mlp}.down_proj"], config.mlp_bias),
                     post_norm=get(f"{prefix}.post_attention_layernorm.weight"),
                     next_norm=get("model.norm.weight" if last else f"model.layers.{i + 1}.input_layernorm.weight"),
                     q_norm=get(f"{attention}.q_norm.weight") if config.qk_norm else None,
@@ -57,8 +67,7 @@ class Llama:
             )
         self._fused: tuple[KVStorage, FusedLayers | None] | None = None
         """The layers as one call, and the storage they write into."""
-        head = self._embedding if config.tie_word_embeddings else get("lm_head.weight")
-        self._lm_head = backend.pack_linear(head, None)
+        self._lm_head = packed(["model.embed_tokens" if config.tie_word_embeddings else "lm_head"], False)
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv: KVStorage, rows: Tensor | None = None) -> Tensor:
         """Hidden states ``[T, hidden]`` of int64 ``token_ids`` ``[T]``, after the last norm; their K and V go into ``kv``.

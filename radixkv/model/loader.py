@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from radixkv.model.config import ModelConfig, config_from_folder, config_from_gguf
 from radixkv.model.fetch import ALIASES, fetch_alias, fetch_from_hub
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the server's frontend ne
     from torch import Tensor
 
     from radixkv.kernels import Backend
+    from radixkv.kernels.quantized import QuantizedWeight
     from radixkv.model.llama import Llama
 
 
@@ -63,9 +64,9 @@ def load_model(source: ModelSource, config: ModelConfig, *, dtype: torch.dtype, 
     """
     from radixkv.model.llama import Llama
 
-    shapes, get = _gguf_tensors(source.path, config) if source.kind == "gguf" else _safetensors(source.path)
-    _check_tensors(source, config, shapes)
-    return Llama(config, lambda name: get(name).to(device=device, dtype=dtype), backend)
+    weights = _gguf_tensors(source.path, config) if source.kind == "gguf" else _safetensors(source.path)
+    _check_tensors(source, config, weights.shapes)
+    return Llama(config, lambda name: weights.get(name).to(device=device, dtype=dtype), backend, weights.quantized)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -113,10 +114,16 @@ def _check_tensors(source: ModelSource, config: ModelConfig, shapes: dict[str, t
             raise ValueError(f"{source.path} {problem} tensors for {config.architecture}: {', '.join(names[:4])}{more}")
 
 
-Tensors = tuple[dict[str, tuple[int, ...]], "Callable[[str], Tensor]"]
+class _Weights(NamedTuple):
+    """The tensors of a file, all by their Hugging Face names."""
+
+    shapes: dict[str, tuple[int, ...]]
+    get: Callable[[str], Tensor]
+    quantized: Callable[[str], QuantizedWeight | None]
+    """The same as it is stored, or None where it isn't of few bits."""
 
 
-def _safetensors(folder: Path) -> Tensors:
+def _safetensors(folder: Path) -> _Weights:
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -133,7 +140,8 @@ def _safetensors(folder: Path) -> Tensors:
     except SafetensorError as error:
         raise ValueError(f"the weights in {folder} are damaged: {error}") from None
     owner = {key: file for file in files for key in file.keys()}  # noqa: SIM118
-    return {key: tuple(file.get_slice(key).get_shape()) for key, file in owner.items()}, lambda key: owner[key].get_tensor(key)
+    shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in owner.items()}
+    return _Weights(shapes, lambda key: owner[key].get_tensor(key), lambda key: None)
 
 
 _GGUF_NAMES = {
@@ -156,16 +164,16 @@ def _hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_GGUF_NAMES.get(middle, middle)}.{end}"
 
 
-def _gguf_tensors(path: Path, config: ModelConfig) -> Tensors:
+def _gguf_tensors(path: Path, config: ModelConfig) -> _Weights:
     import torch
+
+    from radixkv.kernels.quantized import QuantizedWeight
 
     file = GGUFFile(path)
     names = {_hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
-    def get(name: str) -> Tensor:
-        array = file.dequantize(names[name])
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())  # float32 is a view of the file
+    def in_order(name: str, tensor: Tensor) -> Tensor:
         part = name.split(".")[-2]
         if config.architecture == "llama" and part in heads:
             # llama.cpp's converter interleaves the halves of each head, for its own RoPE; Qwen's are left alone.
@@ -173,4 +181,14 @@ def _gguf_tensors(path: Path, config: ModelConfig) -> Tensors:
             return pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    return {name: file.tensors[theirs].shape for name, theirs in names.items()}, get
+    def get(name: str) -> Tensor:
+        array = file.dequantize(names[name])
+        return in_order(name, torch.from_numpy(array if array.flags.writeable else array.copy()))  # float32 is a view of the file
+
+    def quantized(name: str) -> QuantizedWeight | None:
+        arrays = file.quantized(names[name])
+        if arrays is None:
+            return None
+        return QuantizedWeight(*(None if part is None else in_order(name, torch.from_numpy(part)) for part in arrays))
+
+    return _Weights({name: file.tensors[theirs].shape for name, theirs in names.items()}, get, quantized)

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 void radixkv_pack_weight(const void *weight, void *packed, long N, long K, int half);
+void radixkv_pack_quantized(const uint16_t *scales, const uint16_t *offsets, const uint8_t *codes, char *packed, long N, long K, int bits);
 
 static int failed;
 
@@ -36,8 +37,8 @@ static void check_linear(int half) {
     for (long n = 0; n < N; n++) bias[n] = (float)draw();
     radixkv_pack_weight(w, packed, N, K, half);
     for (int threads = 1; threads <= 3; threads++) {
-        radixkv_linear(x, K, packed, bias, out, M, N, K, half, threads);
-        radixkv_gated_linear(x, K, packed, bias, gated, M, N / 2, K, half, threads);
+        radixkv_linear(x, K, packed, bias, out, M, N, K, half, 0, threads);
+        radixkv_gated_linear(x, K, packed, bias, gated, M, N / 2, K, half, 0, threads);
         for (long m = 0; m < M; m++)
             for (long n = 0; n < N; n++) {
                 double sum = bias[n], other = bias[(n + N / 2) % N];
@@ -50,6 +51,43 @@ static void check_linear(int half) {
     }
     report("linear", half, worst);
     report("gated linear", half, worst_gated);
+}
+
+/* float16 with an exponent of its own for each index; denormal for the first. */
+static double half_number(long i, uint16_t *bits) {
+    int exponent = i % 16, mantissa = rand() % 1024, negative = rand() % 2;
+    *bits = (uint16_t)(negative << 15 | exponent << 10 | mantissa);
+    double size = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+    return negative ? -size : size;
+}
+
+static void check_quantized(int bits) {
+    enum { M = 23, N = 40, K = 96, GROUPS = K / 32, TILES = 3 };
+    char x[M * K * 2], out[M * N * 2], *packed = aligned_alloc(64, TILES * GROUPS * 576);
+    uint16_t scales[N * GROUPS], offsets[N * GROUPS];
+    uint8_t codes[N * K];
+    float bias[TILES * 16] = {0};
+    double *dx = fill(x, M * K, 1), dw[N * K], worst = 0;
+    for (long i = 0; i < N * GROUPS; i++) {
+        double scale = half_number(i, scales + i), offset = half_number(i / 3, offsets + i);
+        for (long k = i * 32; k < i * 32 + 32; k++) {
+            codes[k] = (uint8_t)(bits == 4 ? rand() % 16 : rand() % 256);
+            dw[k] = bf16_to_float(bf16_from_float((float)(bits == 4 ? scale * codes[k] + offset : scale * (int8_t)codes[k])));
+        }
+    }
+    radixkv_pack_quantized(scales, bits == 4 ? offsets : 0, codes, packed, N, K, bits);
+    for (int threads = 1; threads <= 3; threads++)
+        for (long rows = 1; rows <= M; rows += 11) {
+            radixkv_linear(x, K, packed, bias, out, rows, N, K, 1, bits, threads);
+            for (long m = 0; m < rows; m++)
+                for (long n = 0; n < N; n++) {
+                    double sum = 0, size = 0;
+                    for (long k = 0; k < K; k++) sum += dx[m * K + k] * dw[n * K + k], size += fabs(dx[m * K + k] * dw[n * K + k]);
+                    worst = fmax(worst, fabs(get_float(out, m * N + n, 1) - sum) / (0x1p-8 * fabs(sum) + 0x1p-18 * size));
+                }
+        }
+    printf("%d bits: ", bits);
+    report("quantized linear", 1, worst);
 }
 
 static void check_attention(int half, long block) {
@@ -97,5 +135,7 @@ int main(void) {
         check_linear(half);
         for (long block = 4; block <= 32; block *= 2) check_attention(half, block);
     }
+    check_quantized(4);
+    check_quantized(8);
     return failed;
 }

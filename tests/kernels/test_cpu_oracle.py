@@ -28,6 +28,7 @@ def run_oracle(folder: Path, compiler: str, machine: str, *flags: str, emulator:
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attention") == 8  # each type, four block sizes
+    assert done.stdout.count("quantized") == 2
 
 
 @pytest.mark.full

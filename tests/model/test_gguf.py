@@ -9,6 +9,7 @@ import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from radixkv.kernels import cpu
+from radixkv.kernels.quantized import QuantizedWeight
 from radixkv.model.gguf_file import GGUFFile
 from radixkv.model.loader import load_model_config, resolve_model
 from radixkv.model.tokenizer import load_tokenizer
@@ -121,6 +124,66 @@ def test_metadata_and_tensors_read_back_as_written(tmp_path: Path) -> None:
     }  # fmt: skip
     np.testing.assert_array_equal(file.dequantize("t"), np.arange(12, dtype=np.float32).reshape(3, 4))
     np.testing.assert_array_equal(file.dequantize("u"), np.arange(64, dtype=np.float32).reshape(2, 32))
+
+
+def _one_tensor(path: Path, data: np.ndarray, kind: Kind) -> GGUFFile:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("t", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_a_quantized_tensor_as_stored_stands_for_what_gguf_dequantises(kind: Kind, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
+    values[0] *= 1e-6  # scales that float16 has no more than a few bits for
+    file = _one_tensor(tmp_path / "q.gguf", gguf.quants.quantize(values, kind), kind)
+    arrays = file.quantized("t")
+    assert arrays is not None
+    weight = QuantizedWeight(*(None if part is None else torch.from_numpy(part) for part in arrays))
+    assert weight.codes.shape == (6, 96)
+    np.testing.assert_array_equal(weight.dequantize().numpy(), file.dequantize("t"))
+
+
+def test_other_types_and_scales_that_are_not_finite_have_no_quantized_form(tmp_path: Path) -> None:
+    values = np.ones((2, 256), np.float32)
+    assert _one_tensor(tmp_path / "a.gguf", gguf.quants.quantize(values, Kind.Q5_0), Kind.Q5_0).quantized("t") is None
+    assert _one_tensor(tmp_path / "b.gguf", values, Kind.F32).quantized("t") is None
+    data = gguf.quants.quantize(values, Kind.Q4_0)
+    data.reshape(-1, 18)[3, :2] = np.frombuffer(np.float16(40000).tobytes(), np.uint8)  # 8 times that is infinite
+    assert _one_tensor(tmp_path / "c.gguf", data, Kind.Q4_0).quantized("t") is None
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_a_model_multiplied_as_stored_has_the_logits_of_the_same_widened(
+    name: str, tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cpu.is_native(torch.bfloat16):
+        pytest.skip("torch computes here, and widens every weight")
+    model = kit.make_model(name, tie_word_embeddings=True)
+    kinds = {"_proj.weight": Kind.Q4_1, "embed_tokens.weight": Kind.Q8_0}
+    kit.write_gguf(tmp_path / "m.gguf", name.lower(), model, kinds=kinds)
+    generator = np.random.default_rng(3)
+    sequences = [generator.integers(0, 160, length).tolist() for length in (23, 9, 60)]
+
+    def logits() -> list[torch.Tensor]:
+        result: list[torch.Tensor] = kit.Driver(str(tmp_path / "m.gguf"), backend="cpu", dtype=torch.bfloat16).logits(
+            sequences, 4, chunk=20
+        )
+        return result
+
+    packed: list[Any] = []
+    pack = cpu.pack_quantized
+    monkeypatch.setattr(cpu, "pack_quantized", lambda *args: packed.append(pack(*args)) or packed[-1])
+    as_stored = logits()
+    monkeypatch.setattr(cpu, "pack_quantized", lambda *args: None)
+    widened = logits()
+    assert len(packed) == 4 * model.config.num_hidden_layers + 1
+    assert None not in packed
+    assert all(torch.equal(a, b) for a, b in zip(as_stored, widened, strict=True))
 
 
 def test_every_truncation_is_refused_with_a_clear_error(tmp_path: Path) -> None:
