@@ -42,9 +42,10 @@ class Llama:
         def packed(names: list[str], has_bias: bool) -> Any:
             weights = [f"{name}.weight" for name in names]
             bias = torch.cat([get(f"{name}.bias") for name in names]) if has_bias else None
-            quantized = concatenate([get_quantized(name) for name in weights]) if pack_quantized is not None else None
-            if quantized is not None and (as_stored := pack_quantized(quantized, bias, self.dtype)) is not None:
-                return as_stored
+            if pack_quantized is not None and (quantized := concatenate([get_quantized(name) for name in weights])) is not None:
+                as_stored = pack_quantized(quantized, bias, self.dtype)
+                if as_stored is not None:
+                    return as_stored
             return backend.pack_linear(torch.cat([get(name) for name in weights]), bias)
 
         self._layers: list[DecoderLayer] = []

@@ -189,6 +189,9 @@ def _gguf_tensors(path: Path, config: ModelConfig) -> _Weights:
         arrays = file.quantized(names[name])
         if arrays is None:
             return None
-        return QuantizedWeight(*(None if part is None else in_order(name, torch.from_numpy(part)) for part in arrays))
+        scales, offsets, codes = (None if part is None else in_order(name, torch.from_numpy(part)) for part in arrays)
+        assert scales is not None
+        assert codes is not None
+        return QuantizedWeight(scales, offsets, codes)
 
     return _Weights({name: file.tensors[theirs].shape for name, theirs in names.items()}, get, quantized)
