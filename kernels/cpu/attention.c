@@ -218,8 +218,9 @@ static long visible(const struct attention *a, const struct query *queries, long
     return most;
 }
 
-static void fetch_tiles(const void *const *tiles, long count, long bytes) {
-    for (long n = 0; n < count; n++) for (long line = 0; line < bytes; line += 64) FETCH((const char *)tiles[n] + line);
+/* Their first lines; with those under way the CPU fetches the others unasked, and asking for each costs more than it gains. */
+static void fetch_starts(const void *const *tiles, long count) {
+    for (long n = 0; n < count; n++) for (long byte = 0; byte < 256; byte += 64) FETCH((const char *)tiles[n] + byte);
 }
 
 /* Partial results of a tile's queries for `heads` heads from `head` on and the chunk at `start`.  Values go to values + h * value_stride, a
@@ -257,7 +258,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                                                              : tiles_of_head[n];
                     long at = h * all_rows + row;
                     float *scores = w->scores + at * CHUNK + p->from - start + t * TILE;
-                    if (fetch && i < 2) fetch_tiles(ahead, step, TILE * dim * 2);
+                    if (fetch && i < 2) fetch_starts(ahead, step);
                     if (a->on_tiles) tile_scores(end - row, (const bf16 *)w->q + at * dim, dim, tiles_of_head, step, scores, CHUNK);
                     else score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step, scores);
                 }
@@ -294,7 +295,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                     long valid = to > from ? to - from : 0;
                     const void *weights = element(w->weights, at * CHUNK + from - start, narrow);
                     float *to_values = values + h * value_stride + row * dim;
-                    if (fetch && !i) fetch_tiles(ahead, (step < length - t ? step : length - t) / TILE, TILE * dim * 2);
+                    if (fetch && !i) fetch_starts(ahead, (step < length - t ? step : length - t) / TILE);
                     if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values);
                     else value_panel(half, end - row, from == start, weights, tiles_of_head, ahead, valid, dim, to_values);
                 }
