@@ -62,8 +62,9 @@ def _grouped(config: type[EngineConfig]) -> Any:
     return dataclasses.dataclass(frozen=True, kw_only=True)(grouped)
 
 
-Engine = Annotated[_grouped(EngineConfig), Parameter(name="*")]
-DEFAULTS = EngineConfig()
+_GroupedConfig = _grouped(EngineConfig)
+Engine = Annotated[_GroupedConfig, Parameter(name="*")]  # type: ignore[valid-type]
+DEFAULTS: EngineConfig = _GroupedConfig()
 
 
 @app.command(config=(settings.from_environment, settings.from_file))

@@ -74,6 +74,11 @@ def test_the_environment_alone_can_name_the_file_and_set_everything(
     assert launched["api_keys"] == Path("/a/file")
 
 
+def test_nothing_has_to_be_set(launched: dict[str, Any]) -> None:
+    assert main(["serve"]) == 0
+    assert (launched["model"], launched["port"], launched["api_keys"]) == ("smollm2-135m", 8000, None)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
