@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_type_hints
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
-from radixkv import __version__
+from radixkv import __version__, settings
 from radixkv.config import EngineConfig
 
 app = App(
@@ -36,31 +37,59 @@ app = App(
     result_action="return_value",
 )
 
-ACCESS = Group("Access", help="Who may use the server; docs/security.md.", sort_key=0)
-LOAD = Group("Load", sort_key=0)
-ENGINE = Group("Engine", help="What the engine is started with.", sort_key=1)
-Engine = Annotated[EngineConfig, Parameter(name="*", group=ENGINE)]
-DEFAULTS = EngineConfig()
+MODEL = Group("Model", sort_key=1)
+CACHE = Group("Cache", help="What is kept of earlier prompts, and in how much memory; docs/cache.md.", sort_key=2)
+SCHEDULING = Group("Scheduling", help="Who runs when; docs/scheduling.md.", sort_key=3)
+SERVER = Group("Server", help="Where it listens, and how much it takes on; docs/operations.md.", sort_key=4)
+SECURITY = Group("Security", help="Who may use the server; docs/security.md.", sort_key=5)
+OPERATIONS = Group("Operations", help="How it is set up, stopped and watched; docs/operations.md.", sort_key=6)
+
+_ENGINE_GROUPS = {
+    MODEL: ("model", "dtype", "device", "num_threads", "max_model_len"),
+    CACHE: ("kv_cache_tokens", "block_size", "enable_prefix_caching", "eviction_policy"),
+    SCHEDULING: ("policy", "aging_tokens_per_second", "max_batch_tokens", "max_num_seqs"),
+}
 
 
-@app.command
+def _grouped(config: type[EngineConfig]) -> Any:
+    """The same, with each field in its group of the help, which the engine's own configuration need not know."""
+    hints = get_type_hints(config)
+    groups = {field: group for group, fields in _ENGINE_GROUPS.items() for field in fields}
+    annotations = {
+        field.name: Annotated[hints[field.name], Parameter(group=groups[field.name])] for field in dataclasses.fields(config)
+    }
+    grouped = type(config.__name__, (config,), {"__annotations__": annotations, "__doc__": config.__doc__})
+    return dataclasses.dataclass(frozen=True, kw_only=True)(grouped)
+
+
+_GroupedConfig = _grouped(EngineConfig)
+Engine = Annotated[_GroupedConfig, Parameter(name="*")]  # type: ignore[valid-type]
+DEFAULTS: EngineConfig = _GroupedConfig()
+
+
+@app.command(config=(settings.from_environment, settings.from_file))
 def serve(
     *,
-    host: str = "127.0.0.1",
-    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000,
-    zmq: str | None = None,
-    drain_timeout: Annotated[float, Parameter(validator=Number(gte=0, lte=86400))] = 20.0,
-    hang_timeout: Annotated[float, Parameter(validator=Number(gte=2, lte=86400))] = 120.0,
-    api_keys: Annotated[Path | None, Parameter(group=ACCESS)] = None,
-    zmq_server_key: Annotated[Path | None, Parameter(group=ACCESS)] = None,
-    zmq_client_keys: Annotated[Path | None, Parameter(group=ACCESS)] = None,
-    max_waiting: Annotated[int, Parameter(group=LOAD, validator=Number(gte=1))] = 2048,
-    request_timeout: Annotated[float | None, Parameter(group=LOAD, validator=Number(gt=0))] = None,
+    host: Annotated[str, Parameter(group=SERVER)] = "127.0.0.1",
+    port: Annotated[int, Parameter(group=SERVER, validator=Number(gte=0, lte=65535))] = 8000,
+    zmq: Annotated[str | None, Parameter(group=SERVER)] = None,
+    drain_timeout: Annotated[float, Parameter(group=OPERATIONS, validator=Number(gte=0, lte=86400))] = 20.0,
+    hang_timeout: Annotated[float, Parameter(group=OPERATIONS, validator=Number(gte=2, lte=86400))] = 120.0,
+    api_keys: Annotated[Path | None, Parameter(group=SECURITY)] = None,
+    zmq_server_key: Annotated[Path | None, Parameter(group=SECURITY)] = None,
+    zmq_client_keys: Annotated[Path | None, Parameter(group=SECURITY)] = None,
+    max_waiting: Annotated[int, Parameter(group=SERVER, validator=Number(gte=1))] = 2048,
+    request_timeout: Annotated[float | None, Parameter(group=SERVER, validator=Number(gt=0))] = None,
+    log_format: Annotated[Literal["text", "json"], Parameter(group=OPERATIONS)] = "text",
+    config_file: Annotated[Path | None, Parameter(name=settings.FILE_OPTION, group=OPERATIONS)] = None,
     config: Engine = DEFAULTS,
 ) -> None:
     """Serve a model over the OpenAI HTTP API, and over ZeroMQ if asked.
 
     The first start fetches the default model (about 100 MB) into your cache folder. Ctrl-C stops the server and its worker.
+
+    Each option can be set in the environment, too (`--hang-timeout` as `RADIXKV_SERVE_HANG_TIMEOUT`), or in a TOML file that
+    `--config` names (`hang-timeout = 60`). The command line comes before the environment, that before the file.
 
     Parameters
     ----------
@@ -69,23 +98,29 @@ def serve(
     port
         Port to listen on.
     zmq
-        ZeroMQ endpoint to offer as well, as in `ipc:///tmp/radixkv.sock` or `tcp://127.0.0.1:5555`.
+        ZeroMQ endpoint to offer as well, as in `ipc:///tmp/radixkv.sock` or `tcp://127.0.0.1:5555`. None if not given.
     drain_timeout
         Seconds that open requests have to end after SIGTERM; new ones are refused meanwhile. Ctrl-C does not wait.
     hang_timeout
         Replace a worker that is busy and has said nothing for so many seconds. Loading the model does not count.
     api_keys
         File of the keys that HTTP clients must send: one a line, or a key and the one namespace it is for. Keys may come in the
-        environment variable RADIXKV_API_KEY as well.
+        environment variable RADIXKV_API_KEY as well. No keys are asked for if neither is given.
     zmq_server_key
-        The server's CURVE key pair, a `.key_secret` file; with it, `--zmq` may be TCP on any address.
+        The server's CURVE key pair, a `.key_secret` file; with it, `--zmq` may be TCP on any address. Nothing is encrypted if not
+        given.
     zmq_client_keys
-        Folder of the `.key` files of the clients that the ZeroMQ endpoint lets in.
+        Folder of the `.key` files of the clients that the ZeroMQ endpoint lets in. Goes with `--zmq-server-key`; if not given, all
+        come in who reach it.
     max_waiting
         Sequences of one namespace that may wait for their first token, fewer where others wait, too; further requests are told to
         come again (429).
     request_timeout
         Seconds after which a request is ended with an error. Unlimited if not given.
+    log_format
+        How the log on standard error looks: lines of text, or one JSON object a line. Neither ever holds a prompt.
+    config_file
+        TOML file with options. None is read if not given.
     """
     from radixkv.server.launcher import serve as launch
 
@@ -101,6 +136,7 @@ def serve(
         zmq_client_keys=zmq_client_keys,
         max_waiting=max_waiting,
         request_timeout=request_timeout,
+        log_format=log_format,
     )
 
 

@@ -30,7 +30,7 @@ class EngineConfig:
     block_size
         Tokens in a KV block, a power of two. Small blocks waste less memory, large ones make shorter block tables.
     max_model_len
-        Longest prompt plus output in tokens. The model's own limit, or the cache's size, if that is less.
+        Longest prompt plus output in tokens. The model's own limit if not given, or the cache's size, if that is less.
     max_batch_tokens
         Token budget of one engine step, prefill chunks and decodes together.
     max_num_seqs

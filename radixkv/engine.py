@@ -182,7 +182,8 @@ class Engine:
         except Exception as error:
             logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
             return self._fail([seq.request for seq in batch.sequences], f"{type(error).__name__}: {error}")
-        self._count(batch, time.monotonic() - started)
+        now = time.monotonic()
+        self._count(batch, now - started)
         outputs = []
         if -1 in token_ids:
             failed = [request for request, token_id in zip(requests, token_ids, strict=True) if token_id < 0]
@@ -193,7 +194,7 @@ class Engine:
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
             if token_id < 0:
                 continue
-            missed = request.missed if request.num_output_tokens == 0 else None
+            first = request.num_output_tokens == 0
             added, finish_reason = request.extend(token_id)
             self._generated_tokens += len(added)
             if finish_reason:
@@ -206,7 +207,10 @@ class Engine:
                     finish_reason=finish_reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
-                    missed=missed,
+                    missed=request.missed if first else None,
+                    queued_seconds=request.admission_time - request.arrival_time if first else 0.0,
+                    prefill_seconds=now - request.admission_time if first else 0.0,
+                    num_preemptions=request.num_preemptions,
                 )
             )
         return outputs

@@ -20,7 +20,8 @@ from radixkv.cache.retention import Retention
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from radixkv.grammar import check_grammar
 from radixkv.sampling_params import SamplingParams
-from radixkv.scheduling.request import RequestOutput
+from radixkv.scheduling.request import FinishReason, RequestOutput
+from radixkv.server import logs
 from radixkv.server import tools as tool_text
 from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavailable, UnknownModel
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
@@ -58,7 +59,7 @@ class Frontend:
         """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take."""
         self.model = model
         self.started = int(time.time())
-        self.metrics = Metrics()
+        self.metrics = Metrics(model)
         self.token_bytes = TokenBytes(tokenizer.backend_tokenizer)
         self._chat_template = tokenizer
         # The Rust tokenizer itself: unlike the wrapper's, its `encode` changes no state, so threads may share it.
@@ -83,6 +84,7 @@ class Frontend:
         """Go on with all open requests on this worker."""
         self._worker = worker
         self.max_model_len = stats["max_model_len"]
+        self.metrics.engine_started(stats)
         self._recovery.attach(worker)
 
     def worker_died(self, how: str) -> bool:
@@ -174,7 +176,8 @@ class Frontend:
         _check(bool(prompts or messages), field, "at least one", 0)
         num_prompts = 1 if prompts is None else len(prompts)
         _check(num_prompts * n <= MAX_CHOICES, "prompt", f"at most {MAX_CHOICES // n} prompts with n={n}", num_prompts)
-        self._waiting_room.check(namespace, num_prompts * n)  # refused before it costs anything
+        with self.metrics.counting_rejections():
+            self._waiting_room.check(namespace, num_prompts * n)  # refused before it costs anything
         if prompts is None:
             token_lists = [await self.render_chat(messages or (), tools)]
         else:
@@ -186,7 +189,7 @@ class Frontend:
                 seeded = params.seed if params.seed is None else _wrapped(params.seed + i)
                 requests.append(
                     Generate(
-                        request_id=uuid.uuid4().hex,
+                        request_id=f"{logs.request_id.get()}.{uuid.uuid4().hex}".removeprefix("."),
                         token_ids=tokens,
                         params=msgspec.structs.replace(request_params, stop=(), seed=seeded),
                         namespace=namespace,
@@ -194,7 +197,8 @@ class Frontend:
                     )
                 )
         self._check_accepting()  # that may have changed while it was tokenised
-        seats = self._waiting_room.enter(namespace, num_prompts * n)
+        with self.metrics.counting_rejections():
+            seats = self._waiting_room.enter(namespace, num_prompts * n)
         generation = Generation(
             self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget,
             seats=seats, timeout=self._request_timeout,
@@ -354,6 +358,10 @@ class Generation:
             self._timer = asyncio.get_running_loop().call_later(left, self._time_out, timeout)
         self._metrics = metrics
         self._arrival = arrival
+        self.first_token_seconds: float | None = None
+        """From the request's arrival to the first token of any choice."""
+        self.failure: str | None = None
+        """Kind of error that it failed with, ``aborted`` if its client left it, None if neither."""
         self._per_prompt = choices_per_prompt
         self._queue: asyncio.Queue[Delta | ServerError | None] = asyncio.Queue()
         self._choices = [_Choice(i, request, stop, token_bytes) for i, request in enumerate(requests)]
@@ -380,8 +388,9 @@ class Generation:
     def close(self) -> None:
         """Abort the choices that still run.  Their blocks are back before the worker's next step."""
         if self._open:
+            self.failure = "aborted"
             self._recovery.abort(list(self._open))
-            self._metrics.request_success.labels("abort").inc(len(self._open))
+            self._metrics.request_success["abort"].inc(len(self._open))
             self._open.clear()
         self._release()
         self._on_close(self)
@@ -420,14 +429,17 @@ class Generation:
         if output.finish_reason is None:  # a stop string: the worker doesn't know yet
             self._recovery.abort([choice.request_id])
         del self._open[choice.request_id]
-        self._metrics.request_success.labels(delta.finish_reason).inc()
-        self._metrics.e2e_latency.observe(now - self._arrival)
+        choice.finished(self._metrics, delta.finish_reason, now - self._arrival)
         if not self._open:
+            for first in range(0, len(self._choices), self._per_prompt):
+                longest = max(choice.num_tokens for choice in self._choices[first : first + self._per_prompt])
+                self._metrics.prompt_finished(self._per_prompt, longest)
             self._release()
             self._queue.put_nowait(None)
 
     def _fail(self, error: ServerError) -> None:
-        self._metrics.request_failure.labels(error.kind).inc(len(self._open))
+        self.failure = error.kind
+        self._metrics.failed(error.kind, len(self._open))
         self._recovery.abort(list(self._open))
         self._open.clear()
         self._release()
@@ -447,8 +459,10 @@ class Generation:
         self._metrics.generation_tokens.inc(count)
         if choice.last_token_time is None:
             self._seats.leave()
-            self._metrics.began(choice.namespace, output.num_prompt_tokens, output.num_cached_tokens)
-            self._metrics.time_to_first_token.observe(now - self._arrival)
+            seconds = now - self._arrival
+            self._metrics.began(choice.namespace, output.num_prompt_tokens, output.num_cached_tokens, output.missed, seconds)
+            if self.first_token_seconds is None:
+                self.first_token_seconds = seconds
         else:
             for _ in range(count):
                 self._metrics.inter_token_latency.observe((now - choice.last_token_time) / count)
@@ -466,6 +480,10 @@ class _Choice:
         self.missed: dict[str, int] = {}
         self.num_tokens = 0
         self.last_token_time: float | None = None
+        self._max_tokens = request.params.max_tokens
+        self._first_token_time = 0.0
+        self._queued_seconds = self._prefill_seconds = 0.0
+        self._num_preemptions = 0
         self._detokenizer = Detokenizer(token_bytes)
         self._stop = StopMatcher(stop)
 
@@ -473,6 +491,9 @@ class _Choice:
         if self.last_token_time is None:  # a worker that goes on with it finds less, or what only the request itself has left there
             self.num_cached_tokens = output.num_cached_tokens
             self.missed = output.missed or self.missed
+            self._first_token_time = now
+            self._queued_seconds, self._prefill_seconds = output.queued_seconds, output.prefill_seconds
+        self._num_preemptions = output.num_preemptions
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
         final = output.finish_reason is not None
@@ -483,6 +504,22 @@ class _Choice:
             token_ids=output.token_ids,
             logprobs=output.logprobs,
             finish_reason="stop" if self._stop.matched is not None else output.finish_reason,
+        )
+
+    def finished(self, metrics: Metrics, reason: FinishReason, seconds: float) -> None:
+        """It ends for ``reason``, so many seconds after its arrival."""
+        assert self.last_token_time is not None
+        metrics.finished(
+            reason,
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            tokens=self.num_tokens,
+            max_tokens=self._max_tokens,
+            preemptions=self._num_preemptions,
+            queued=self._queued_seconds,
+            prefill=self._prefill_seconds,
+            decode=self.last_token_time - self._first_token_time,
+            total=seconds,
         )
 
 

@@ -16,6 +16,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from radixkv.server import access_log
 from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
 from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable
 from radixkv.server.frontend import Frontend, Generation
@@ -184,6 +185,7 @@ class _Answer:
 
     async def of(self, generation: Generation) -> ASGIApp:
         """The response, which owns ``generation`` from here on."""
+        access_log.serves(generation)
         if self._stream:
             return EventStream(_events(self._writer, generation, self._usage), generation)  # type: ignore[return-value]
         with generation:
@@ -338,6 +340,7 @@ def _error(status: int, message: str, param: str | None = None, code: str | None
 
 
 def _on_server_error(_: Request[Any, Any, Any], error: ServerError) -> Response[bytes]:
+    access_log.refused(error.kind)
     response = _error(_STATUS.get(error.kind, 500), error.message, error.param, error.kind)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(error.retry_after)

@@ -28,7 +28,9 @@ from zmq import IPC_PATH_MAX_LEN
 from radixkv.config import EngineConfig
 from radixkv.model.loader import ModelSource, load_model_config, resolve_model
 from radixkv.model.tokenizer import load_tokenizer
+from radixkv.server import logs
 from radixkv.server.access import API_KEY_VARIABLE, ApiKeys, is_loopback
+from radixkv.server.access_log import AccessLog
 from radixkv.server.curve import CurveServer
 from radixkv.server.errors import Unavailable
 from radixkv.server.frontend import DEFAULT_MAX_WAITING, Frontend
@@ -67,16 +69,18 @@ def serve(
     zmq_client_keys: Path | str | None = None,
     max_waiting: int = DEFAULT_MAX_WAITING,
     request_timeout: float | None = None,
+    log_format: logs.LogFormat = "text",
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> None:
     """Serve ``config.model`` over HTTP, and over ZeroMQ if an endpoint is given, until SIGINT or SIGTERM.
 
     Port 0 takes any free one.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A worker that is busy and says
     nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the two after it are what
-    :class:`CurveServer` loads, the two after those the frontend's.  Raises ``ValueError`` or ``OSError`` with a text for users
-    where it can't start, ``OSError`` also where worker after worker fails.
+    :class:`CurveServer` loads, the two after those the frontend's.  ``log_format`` is how the log on standard error looks, the
+    worker's as well.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start, ``OSError`` also where
+    worker after worker fails.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logs.set_up(log_format)
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
     for name, value, least in (
         ("drain_timeout", drain_timeout, 0.0),
@@ -104,7 +108,9 @@ def serve(
         load_model_config(source)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             patience = _Patience(drain_timeout, hang_timeout, request_timeout)
-            runner.run(signals.run(lambda: _serve(config, source, doors, max_waiting, patience, worker_command, signals)))
+            runner.run(
+                signals.run(lambda: _serve(config, source, doors, max_waiting, patience, worker_command, signals, log_format))
+            )
 
 
 @dataclass(frozen=True)
@@ -182,8 +188,10 @@ async def _serve(
     patience: _Patience,
     worker_command: Sequence[str],
     signals: _Signals,
+    log_format: logs.LogFormat,
 ) -> None:
-    console = Console(stderr=True, highlight=False)
+    as_json = log_format == "json"
+    console = Console(stderr=True, highlight=False, quiet=as_json)
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         context = stack.enter_context(zmq.asyncio.Context())
@@ -198,6 +206,7 @@ async def _serve(
             stack.callback(loading.cancel)
             tokenizer, model = await asyncio.to_thread(lambda: (load_tokenizer(source), load_model_config(source)))
             frontend = Frontend(source.name, tokenizer, model.vocab_size, max_waiting=max_waiting, request_timeout=patience.request)
+            logs.take_over("transformers")
             worker, stats = await loading
         stack.callback(frontend.detach, Unavailable("the server is shutting down"))
         try:
@@ -214,8 +223,14 @@ async def _serve(
                     address += f" and {door.endpoint}"
                 group.create_task(_drain_when_terminated(frontend, signals, patience.drain))
                 took = f"{time.monotonic() - began:.1f} s"
-                console.print(f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens", soft_wrap=True)
-                console.print(f"Serving on {address}  (Ctrl-C stops)", soft_wrap=True)
+                for line in (
+                    f"Loaded {config.model} in {took}: context {stats['max_model_len']} tokens",
+                    f"Serving on {address}  (Ctrl-C stops)",
+                ):
+                    if as_json:
+                        log.info(line)
+                    else:
+                        console.print(line, soft_wrap=True)
         except ExceptionGroup as failures:
             for failure in failures.exceptions:
                 if isinstance(failure, GaveUp):
@@ -238,7 +253,7 @@ async def _drain_when_terminated(frontend: Frontend, signals: _Signals, timeout:
 
 async def _serve_http(frontend: Frontend, doors: _Doors) -> None:
     config = uvicorn.Config(
-        create_app(frontend, doors.keys),
+        AccessLog(create_app(frontend, doors.keys), frontend.metrics),
         http=TimedProtocol,
         ws="none",
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,

@@ -7,11 +7,11 @@ connects to the frontend at ``ENDPOINT``, whose process id is ``PARENT``.  Stand
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from radixkv.config import EngineConfig
+from radixkv.server import logs
 from radixkv.server.errors import InvalidRequest, ServerError
 from radixkv.server.messages import (
     BEAT_SECONDS,
@@ -41,6 +42,8 @@ from radixkv.server.messages import (
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
+
+log = logging.getLogger("radixkv.worker")
 
 STDIN = 0
 _PR_SET_PDEATHSIG = 1
@@ -98,7 +101,7 @@ class Worker:
                 except ValueError as error:
                     self._send(Failed.of(InvalidRequest.of(error), message.request_id))
                 except Exception as error:  # one bad request must not end all others
-                    traceback.print_exc()
+                    log.exception("request %s failed in the engine", message.request_id)
                     self._send(Failed.of(ServerError(f"the engine refused the request: {error!r}"), message.request_id))
             case Abort():
                 for request_id in message.request_ids:
@@ -118,6 +121,7 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # `pkill radixkv` reaches this process too; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent(int(sys.argv[2]))
+    logs.set_up()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         # The frontend always reads, so nothing may ever be dropped or block here.
@@ -134,10 +138,14 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
             engine = make_engine(config)
         except Exception as error:
             if not isinstance(error, ValueError | OSError):  # those are worded for users
-                traceback.print_exc()
+                log.exception("the engine did not start")
             socket.send_multipart(frames(Failed(kind="unavailable", message=str(error) or repr(error))))
             return 1
-        Worker(engine, socket).run()
+        try:
+            Worker(engine, socket).run()
+        except Exception:
+            log.exception("the engine failed")
+            return 1
     return 0
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
+from radixkv.server import access_log
 from radixkv.server.access import ANYONE, Caller, is_loopback
 from radixkv.server.curve import CurveServer
 from radixkv.server.errors import InvalidRequest, ServerError
@@ -133,6 +134,7 @@ class ZmqDoor:
             del self._tasks[client]
 
     async def _serve(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit | GetStats | ResetCache) -> None:
+        entry = access_log.Entry(message.id)
         try:
             match message:
                 case Submit():
@@ -145,12 +147,16 @@ class ZmqDoor:
                     await frontend.reset_cache()
                     self._send(client, Done(id=message.id))
         except ServerError as error:
+            entry.error = error.kind
             self._send(client, Failed.of(error, message.id))
         except Exception:
+            entry.error = "internal"
             log.exception("a request failed in the server itself")
             self._send(
                 client, Failed(id=message.id, kind="internal", message="the server failed on this request; its log says how")
             )
+        finally:
+            entry.write(f"zmq {message.__struct_config__.tag}")
 
     async def _generate(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit) -> None:
         generation = await frontend.submit(
@@ -162,6 +168,7 @@ class ZmqDoor:
             model=message.model,
             retention=message.retention,
         )
+        access_log.serves(generation)
         with generation:
             async for delta in generation:
                 self._send(client, Chunk(id=message.id, delta=delta))

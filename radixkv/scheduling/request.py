@@ -39,6 +39,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_cached_tokens: int
     missed: dict[str, int] | None = None
     """Of a request's first output: its uncached prompt tokens by reason (:attr:`~radixkv.cache.Lease.missed`)."""
+    queued_seconds: float = 0.0
+    """Of a request's first output: from its arrival to its first step."""
+    prefill_seconds: float = 0.0
+    """Of a request's first output: from its first step to its first token."""
+    num_preemptions: int = 0
 
 
 class Request:
@@ -49,9 +54,9 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_read_only", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "request_id",
-        "retention", "stop_token_ids",
+        "_buffer", "_read_only", "admission_time", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace",
+        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain",
+        "request_id", "retention", "stop_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +92,8 @@ class Request:
                 grammar.accept(token_id)
         self.namespace = namespace
         self.arrival_time = arrival_time
+        self.admission_time = arrival_time
+        """When it first left the queue."""
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = known
         self.last_token = self._buffer.item(known - 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from radixkv.cache import PrefixCache
 from radixkv.scheduling.batch import Batch, ScheduledSequence
 from radixkv.scheduling.policy import WaitingQueue
@@ -102,6 +104,7 @@ class Scheduler:
             if not request.num_preemptions:
                 request.num_cached_tokens = min(lease.num_cached_tokens, request.num_prompt_tokens)
                 request.missed = lease.missed
+                request.admission_time = time.monotonic()
             budget -= self._schedule_chunk(batch, request, budget)
 
     def _leave_waiting(self, request: Request) -> None:

@@ -13,7 +13,7 @@ import torch
 from bench import exact
 from bench.workloads import Workload
 
-pytestmark = pytest.mark.usefixtures("default_model")
+pytestmark = pytest.mark.usefixtures("default_model", "weights_are_loaded_once")
 
 SHORT = {
     "fewshot": lambda: Workload(

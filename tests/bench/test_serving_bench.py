@@ -190,6 +190,7 @@ def test_python_m_bench_lists_every_benchmark_and_refuses_others() -> None:
     assert "'nope'" in refused.stderr
 
 
+@pytest.mark.full
 def test_under_python_m_bench_the_root_shadows_neither_transformers_nor_radixkv() -> None:
     code = (
         "import runpy, sys; sys.argv = ['bench', '--help']; sys.path.insert(0, '')\n"

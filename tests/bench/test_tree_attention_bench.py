@@ -11,7 +11,7 @@ import pytest
 from bench import tree_attention
 
 
-@pytest.mark.usefixtures("default_model")
+@pytest.mark.usefixtures("default_model", "weights_are_loaded_once")
 def test_every_prefix_is_timed_with_tree_attention_and_without(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "figures.json"
     arguments = ["--prefix", "20", "--prefix", "80", "--sequences", "3", "--steps", "4", "--rounds", "2", "--json", str(out)]

@@ -26,6 +26,7 @@ class EchoEngine:
     A prompt seen before in the same namespace counts as cached but for its last token.  Blocks are only counted.
 
     Bad prompts: ``[4, 4, n]`` kills the worker when it is to get output token ``n``, and ``[4, 5, n]`` after every ``n`` tokens.
+    ``[7, 7, 7]`` is refused by an exception that says nothing to users.
     A long one: ``[6, 6, n]`` takes ``n / 10`` seconds of steps that give it nothing.
     """
 
@@ -57,6 +58,8 @@ class EchoEngine:
     ) -> None:
         if token_ids == [3, 3, 3]:  # a limit that only the engine knows
             raise ValueError("prompt must not be three threes")
+        if token_ids == [7, 7, 7]:  # a bug
+            raise RuntimeError("three sevens")
         key = (namespace, tuple(token_ids))
         cached = len(token_ids) - 1 if key in self._seen else 0
         self._seen.add(key)
@@ -92,6 +95,7 @@ class EchoEngine:
                     finish_reason="length" if finished else None,
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=cached,
+                    missed={"new": len(prompt) - cached - 1, "last_token": 1} if count == self._begun[request_id] else None,
                 )
             )
             if finished:
@@ -111,11 +115,15 @@ class EchoEngine:
         used = sum(-(-(len(prompt) + count) // 16) for prompt, _, count, _ in self._running.values())
         return {
             "model": self._config.model,
+            "dtype": "float32",
+            "block_size": 16,
+            "prefix_caching": True,
             "max_model_len": 2048,
             "running": len(self._running),
             "waiting": 0,
             "requests": self._requests,
             "preemptions": 0,
+            "evicted_blocks": 0,
             "blocks_total": self._config.num_blocks,
             "blocks_free": self._config.num_blocks - used,
             "blocks_cached": 0,

@@ -80,7 +80,7 @@ def test_a_signal_ends_open_requests_and_leaves_no_process_and_no_file(
     assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM], ids=str)
 def test_further_signals_do_not_cut_the_clean_up_short(
     start_server: Any, is_running: Any, tmp_path: Path, number: signal.Signals
 ) -> None:

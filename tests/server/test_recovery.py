@@ -69,7 +69,7 @@ class SimulatedWorker:
 class Simulation:
     def __init__(self, killers: dict[str, int]) -> None:
         self._killers = killers
-        self.recovery = Recovery(Metrics())
+        self.recovery = Recovery(Metrics("model"))
         self.worker = SimulatedWorker(killers)
         self.recovery.attach(self.worker)  # type: ignore[arg-type]
         self.received: dict[str, list[RequestOutput | ServerError]] = {}
@@ -181,7 +181,7 @@ def test_new_requests_wait_while_suspects_are_tried_and_a_suspect_that_is_aborte
 
 def metric(server: Any, name: str) -> float:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(f"radixkv_{name} ")))
+    return float(next(line.split()[1] for line in lines if line.startswith((f"radixkv_{name} ", f"vllm:{name}{{"))))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
