@@ -24,8 +24,9 @@ from radixkv.server.messages import Delta
 from radixkv.server.openai.chat import ChatWriter
 from radixkv.server.openai.completions import CompletionWriter
 from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
-from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse, renaming
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, StreamOptions, parse, renaming
 from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest
+from radixkv.server.openai.usage import usage_json
 
 log = logging.getLogger("radixkv.server")
 
@@ -52,7 +53,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     @post("/v1/completions")
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), CompletionRequest)
-        answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.include_usage)
+        answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.usage_chunks)
         generation = await frontend.submit(
             body.prompts,
             body.sampling_params,
@@ -68,13 +69,15 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), ChatRequest)
         writer = ChatWriter(frontend, tools=body.tool_use is not None)
-        answer = _Answer(request.receive, writer, stream=body.stream, usage=body.include_usage)
+        answer = _Answer(request.receive, writer, stream=body.stream, usage=body.usage_chunks)
         return await answer.of(await submit_chat(body, request.state.caller))
 
     @post("/v1/responses")
     async def responses(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), ResponsesRequest)
-        answer = _Answer(request.receive, ResponseWriter(frontend, body), stream=body.stream, usage=True)
+        answer = _Answer(
+            request.receive, ResponseWriter(frontend, body), stream=body.stream, usage=StreamOptions(include_usage=True)
+        )
         return await answer.of(await submit_chat(body.chat, request.state.caller, ResponsesRequest.NAMES))
 
     async def submit_chat(body: ChatRequest, caller: Caller, names: dict[str, str] = {}) -> Generation:  # noqa: B006
@@ -176,7 +179,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
 class _Answer:
     """How a request is to be answered; made, and so checked, before anything is generated."""
 
-    def __init__(self, receive: Receive, writer: Writer, *, stream: bool, usage: bool) -> None:
+    def __init__(self, receive: Receive, writer: Writer, *, stream: bool, usage: StreamOptions) -> None:
         self._receive = receive
         self._writer = writer
         self._stream = stream
@@ -210,13 +213,14 @@ async def _collect(generation: Generation) -> list[Delta]:
     ]
 
 
-async def _events(writer: Writer, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
+async def _events(writer: Writer, generation: Generation, usage: StreamOptions) -> AsyncIterator[bytes]:
     """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
     try:
         async for delta in generation:
+            so_far = {"usage": usage_json(generation.usage)} if usage.continuous_usage_stats else {}
             for chunk in writer.chunks(delta):
-                yield _event(chunk)
-        if usage:
+                yield _event(chunk | so_far)
+        if usage.include_usage:
             yield _event(writer.usage_chunk(generation.usage))
     except ServerError as error:
         yield _event(_error_body(_STATUS.get(error.kind, 500), error.message, error.param, error.kind))

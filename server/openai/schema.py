@@ -35,6 +35,8 @@ DEFAULT_CHAT_TOKENS = 1024
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+    """Usage so far in every chunk: an extension, as in vLLM, that load generators count tokens by."""
 
     def __post_init__(self) -> None:
         if self.include_obfuscation:
@@ -88,10 +90,11 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return "salt-" + hashlib.sha256(self.cache_salt.encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
-    def include_usage(self) -> bool:
+    def usage_chunks(self) -> StreamOptions:
+        """Which chunks of a stream say the usage."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options must be left out unless stream is true", param="stream_options")
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options or StreamOptions()
 
     @property
     def cache_retention(self) -> Retention | None:

@@ -71,6 +71,17 @@ def test_streamed_text_is_the_text_not_streamed_and_no_delta_splits_a_character(
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_usage_so_far_is_in_every_chunk_if_asked_for(http: httpx.Client, path: str) -> None:
+    prompt = {"prompt": "abc"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = prompt | {"max_tokens": 20, "stream": True, "stream_options": options}
+    lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line.startswith("data: {")]
+    counts = [json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"] for line in lines]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 20
+
+
 def test_a_streamed_chat_names_its_role_once_and_adds_up(openai: OpenAI) -> None:
     request: dict[str, Any] = {
         "model": openai.models.list().data[0].id,

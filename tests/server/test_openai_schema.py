@@ -183,7 +183,7 @@ def test_no_body_raises_anything_but_an_invalid_request(fields: dict[str, Any]) 
             request: Any = parse(body, kind)
             if isinstance(request, ResponsesRequest):
                 request = request.chat
-            _ = request.sampling_params, request.cache_namespace(ANYONE), request.include_usage
+            _ = request.sampling_params, request.cache_namespace(ANYONE), request.usage_chunks
             if isinstance(request, CompletionRequest):
                 _ = request.prompts
         except InvalidRequest as error:
