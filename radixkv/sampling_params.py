@@ -16,7 +16,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this choose the highest logit: float32 could not divide by them."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How to sample, and when to stop.  The names are the OpenAI API's and vLLM's.
 
     ``temperature=0`` (or below 0.00001) is greedy: the highest logit wins, ties to the lowest token id.

@@ -23,10 +23,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, TokenLogprobs
 from radixkv.server.curve import CurveClient
-from radixkv.server.errors import InvalidRequest, Unavailable
+from radixkv.server.errors import InvalidRequest, Unavailable, UnsupportedVersion
 from radixkv.server.messages import (
     Alive,
     Cancel,
@@ -34,7 +35,9 @@ from radixkv.server.messages import (
     Delta,
     Failed,
     Finished,
+    GetInfo,
     GetStats,
+    Info,
     Parser,
     ResetCache,
     Stats,
@@ -43,6 +46,7 @@ from radixkv.server.messages import (
     Usage,
     frames,
     id_of,
+    refusal,
     send_now,
 )
 
@@ -52,6 +56,8 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text or token ids to continue, or a chat's messages (``{"role": ..., "content": ...}``) to answer."""
 SILENCE_SECONDS = 10.0
 """A server that does not name a request for so long, though it names all that it has each second, is gone or has lost it."""
+HEARTBEAT_MS = 2000
+"""ZeroMQ's own pings."""
 DEFAULT_PARAMS = SamplingParams()
 Inbox = TypeVar("Inbox")
 KeyFile = Path | str
@@ -104,11 +110,26 @@ class _Base(Generic[Inbox]):
             self._curve.protect(socket)
         socket.setsockopt(zmq.LINGER, 500)  # so that a last Cancel arrives
         socket.setsockopt(zmq.RCVHWM, 0)
+        # Without pings, a connection whose other end has vanished is kept for hours, and nothing else is tried.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         socket.setsockopt(zmq.IPV6, self.endpoint.startswith("tcp://["))
         socket.connect(self.endpoint)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, n: int, namespace: str) -> Submit:
-        submit = Submit(id=next(self._ids), params=params, n=n, namespace=namespace)
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        n: int,
+        namespace: str,
+        model: str | None,
+        retention: tuple[int, float] | None,
+    ) -> Submit:
+        try:
+            kept = msgspec.convert(retention, Retention | None)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"retention must be priority and seconds: {error}", param="retention") from None
+        submit = Submit(id=next(self._ids), params=params, n=n, namespace=namespace, model=model, retention=kept)
         if isinstance(prompt, str):
             return msgspec.structs.replace(submit, prompt=prompt)
         try:
@@ -147,6 +168,10 @@ class _Base(Generic[Inbox]):
         try:
             message = self._parse(received)
             named = message.ids if isinstance(message, Alive) else [message.id]
+        except UnsupportedVersion as error:
+            id = id_of(received)
+            message = refusal(received) or Failed.of(UnsupportedVersion(f"{self.endpoint}: {error}"), id)
+            named = [id] if id else list(self._waiting)
         except InvalidRequest as error:
             id = id_of(received)
             message = Failed(id=id, kind="internal", message=f"{self.endpoint} sent an answer that can't be read: {error}")
@@ -160,6 +185,11 @@ class _Base(Generic[Inbox]):
 
 class Client(_Base[deque[ToClient]]):
     """A blocking client, for one thread.
+
+    It connects by itself, again and again: a request that was open while the server went away fails as ``Unavailable``, later ones
+    are served by whichever server is there then.
+
+    ``namespace``, ``model`` and ``retention`` (priority and seconds) of a request are those of docs/protocol.md.
 
     ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a server that is gone or has lost
     the request ends the waiting (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and
@@ -193,14 +223,38 @@ class Client(_Base[deque[ToClient]]):
         self._socket.close()
         self._context.term()
 
-    def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> Completion:
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        n: int = 1,
+        namespace: str = "",
+        model: str | None = None,
+        retention: tuple[int, float] | None = None,
+    ) -> Completion:
         """Generate, and wait for all of it."""
-        with self.stream(prompt, params, n=n, namespace=namespace) as stream:
+        with self.stream(prompt, params, n=n, namespace=namespace, model=model, retention=retention) as stream:
             return _joined(list(stream), stream.usage)
 
-    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        n: int = 1,
+        namespace: str = "",
+        model: str | None = None,
+        retention: tuple[int, float] | None = None,
+    ) -> Stream:
         """Generate, and read it as it grows.  Several streams may be open, and read in any order."""
-        return Stream(self, self._submit(prompt, params, n, namespace))
+        return Stream(self, self._submit(prompt, params, n, namespace, model, retention))
+
+    def info(self) -> Info:
+        """Who serves what: versions, model, context length."""
+        reply = self._call(GetInfo(id=next(self._ids)))
+        assert isinstance(reply, Info)
+        return reply
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
@@ -212,14 +266,14 @@ class Client(_Base[deque[ToClient]]):
         """Forget all cached prefixes that no running request uses."""
         self._call(ResetCache(id=next(self._ids)))
 
-    def _call(self, message: GetStats | ResetCache) -> ToClient:
+    def _call(self, message: GetInfo | GetStats | ResetCache) -> ToClient:
         self._open(message)
         try:
             return self._receive(message.id)
         finally:
             self._close(message.id, cancel=False)
 
-    def _open(self, message: Submit | GetStats | ResetCache) -> None:
+    def _open(self, message: Submit | GetInfo | GetStats | ResetCache) -> None:
         parts = frames(message)
         waiting = self._new(deque())
         while not self._socket.poll(_milliseconds(self._patience(waiting)), zmq.POLLOUT):
@@ -281,15 +335,37 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
         await asyncio.to_thread(self._context.term)  # which lingers where the server takes nothing
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        n: int = 1,
+        namespace: str = "",
+        model: str | None = None,
+        retention: tuple[int, float] | None = None,
     ) -> Completion:
         """Generate, and wait for all of it."""
-        async with self.stream(prompt, params, n=n, namespace=namespace) as stream:
+        async with self.stream(prompt, params, n=n, namespace=namespace, model=model, retention=retention) as stream:
             return _joined([delta async for delta in stream], stream.usage)
 
-    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> AsyncStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        *,
+        n: int = 1,
+        namespace: str = "",
+        model: str | None = None,
+        retention: tuple[int, float] | None = None,
+    ) -> AsyncStream:
         """Generate, and read it as it grows."""
-        return AsyncStream(self, self._submit(prompt, params, n, namespace))
+        return AsyncStream(self, self._submit(prompt, params, n, namespace, model, retention))
+
+    async def info(self) -> Info:
+        """Who serves what: versions, model, context length."""
+        reply = await self._call(GetInfo(id=next(self._ids)))
+        assert isinstance(reply, Info)
+        return reply
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
@@ -301,7 +377,7 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
         """Forget all cached prefixes that no running request uses."""
         await self._call(ResetCache(id=next(self._ids)))
 
-    async def _call(self, message: GetStats | ResetCache) -> ToClient:
+    async def _call(self, message: GetInfo | GetStats | ResetCache) -> ToClient:
         self._open(message)
         try:
             return await self._receive(message.id)
@@ -314,7 +390,7 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
             for inbox in inboxes:
                 inbox.put_nowait(message)
 
-    def _open(self, message: Submit | GetStats | ResetCache) -> None:
+    def _open(self, message: Submit | GetInfo | GetStats | ResetCache) -> None:
         if not send_now(self._socket, frames(message)):
             raise Unavailable(f"{self.endpoint}: takes no more messages")
         self._waiting[message.id] = self._new(asyncio.Queue())

@@ -38,6 +38,12 @@ class UnknownModel(InvalidRequest):
     kind = "model_not_found"
 
 
+class UnsupportedVersion(InvalidRequest):
+    """The two sides of a ZeroMQ connection speak different versions of the protocol."""
+
+    kind = "unsupported_version"
+
+
 class Unavailable(ServerError):
     """The engine is not there, or the server is shutting down.  Sending the request again may work."""
 
@@ -70,7 +76,17 @@ class TimedOut(ServerError):
 
 _KINDS = {
     error.kind: error
-    for error in (ServerError, InvalidRequest, UnknownModel, Unavailable, Unauthorized, Forbidden, Overloaded, TimedOut)
+    for error in (
+        ServerError,
+        InvalidRequest,
+        UnknownModel,
+        UnsupportedVersion,
+        Unavailable,
+        Unauthorized,
+        Forbidden,
+        Overloaded,
+        TimedOut,
+    )
 }
 
 

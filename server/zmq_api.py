@@ -19,19 +19,23 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
+from radixkv import __version__
 from radixkv.server.access import ANYONE, Caller, is_loopback
 from radixkv.server.curve import CurveServer
 from radixkv.server.errors import InvalidRequest, ServerError
 from radixkv.server.frontend import Frontend
 from radixkv.server.messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
     Alive,
     Cancel,
     Chunk,
     Done,
     Failed,
     Finished,
+    GetInfo,
     GetStats,
+    Info,
     Parser,
     ResetCache,
     Stats,
@@ -132,11 +136,22 @@ class ZmqDoor:
         if not tasks:
             del self._tasks[client]
 
-    async def _serve(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit | GetStats | ResetCache) -> None:
+    async def _serve(
+        self, frontend: Frontend, client: bytes, caller: Caller, message: Submit | GetInfo | GetStats | ResetCache
+    ) -> None:
         try:
             match message:
                 case Submit():
                     await self._generate(frontend, client, caller, message)
+                case GetInfo():
+                    info = Info(
+                        id=message.id,
+                        versions=[PROTOCOL],
+                        server=__version__,
+                        model=frontend.model,
+                        max_model_len=frontend.max_model_len,
+                    )
+                    self._send(client, info)
                 case GetStats():
                     caller.check_administrator()
                     self._send(client, Stats(id=message.id, stats=await frontend.stats()))
