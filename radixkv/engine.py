@@ -194,6 +194,7 @@ class Engine:
             if token_id < 0:
                 continue
             missed = request.missed if request.num_output_tokens == 0 else None
+            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             added, finish_reason = request.extend(token_id)
             self._generated_tokens += len(added)
             if finish_reason:
@@ -207,6 +208,7 @@ class Engine:
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
                     missed=missed,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
         return outputs

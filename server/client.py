@@ -68,6 +68,8 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, if asked for."""
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -514,4 +516,5 @@ def _choice(parts: list[Delta]) -> Choice:
         token_ids=[token_id for delta in parts for token_id in delta.token_ids],
         finish_reason=parts[-1].finish_reason,
         logprobs=None if parts[0].logprobs is None else [token for delta in parts for token in delta.logprobs or ()],
+        prompt_logprobs=parts[0].prompt_logprobs,
     )

@@ -25,7 +25,7 @@ from radixkv.server.openai.chat import ChatWriter
 from radixkv.server.openai.completions import CompletionWriter
 from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
 from radixkv.server.openai.schema import ChatRequest, CompletionRequest, StreamOptions, parse, renaming
-from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest
+from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from radixkv.server.openai.usage import usage_json
 
 log = logging.getLogger("radixkv.server")
@@ -104,6 +104,10 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
         body = parse(await request.body(), DetokenizeRequest)
         return _json(body.answer(frontend))
 
+    @get("/tokenizer_info")
+    async def tokenizer() -> Response[bytes]:
+        return _json(tokenizer_info(frontend))
+
     def model_card() -> dict[str, Any]:
         return {
             "id": frontend.model,
@@ -156,6 +160,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
             responses,
             tokenize,
             detokenize,
+            tokenizer,
             models,
             model,
             health,
@@ -208,6 +213,8 @@ async def _collect(generation: Generation) -> list[Delta]:
             token_ids=[id for delta in deltas for id in delta.token_ids],
             logprobs=None if deltas[0].logprobs is None else [token for delta in deltas for token in delta.logprobs or ()],
             finish_reason=deltas[-1].finish_reason,
+            prompt_token_ids=deltas[0].prompt_token_ids,
+            prompt_logprobs=deltas[0].prompt_logprobs,
         )
         for index, deltas in sorted(parts.items())
     ]

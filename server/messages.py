@@ -227,6 +227,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+    prompt_token_ids: list[int] | None = None
+    """Of a choice's first delta, where its prompt's log-probabilities are wanted; so is the next."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -130,7 +130,7 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
     best_of: int | None = None
     """Generate this many choices, and answer with the ``n`` whose tokens have the highest mean log-probability."""
     echo: bool = False
-    """Put the prompt before the text."""
+    """Put the prompt before the text, and its tokens' log-probabilities before those of the text's."""
 
     @property
     def num_choices(self) -> int:
@@ -157,14 +157,15 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def sampling_params(self) -> SamplingParams:
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo must be false where logprobs is given: a cached prompt is not computed again, so its tokens have none",
-                param="echo",
-            )
         logprobs = 0 if self.logprobs is None and self.num_choices > self.n else self.logprobs
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(max_tokens, logprobs, self.structured_outputs)
+        params = self._sampling(1 if self.only_echo else max_tokens, logprobs, self.structured_outputs)
+        return msgspec.structs.replace(params, prompt_logprobs=self.logprobs) if self.echo else params
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompt is all that is wanted.  The engine gives one token with it, which the writer leaves out."""
+        return self.echo and self.max_tokens == 0
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
