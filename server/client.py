@@ -12,18 +12,18 @@ import asyncio
 import contextlib
 import itertools
 import operator
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, TokenLogprobs
 from radixkv.server.curve import CurveClient
@@ -35,6 +35,7 @@ from radixkv.server.messages import (
     Delta,
     Failed,
     Finished,
+    FunctionCall,
     GetInfo,
     GetStats,
     Info,
@@ -43,12 +44,14 @@ from radixkv.server.messages import (
     Stats,
     Submit,
     ToClient,
+    ToolCall,
     Usage,
     frames,
     id_of,
     refusal,
     send_now,
 )
+from radixkv.server.tools import split_calls
 
 __all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Stream"]
 
@@ -59,6 +62,23 @@ SILENCE_SECONDS = 10.0
 HEARTBEAT_MS = 2000
 """ZeroMQ's own pings."""
 DEFAULT_PARAMS = SamplingParams()
+
+
+class Options(TypedDict, total=False):
+    """What a request may have beside prompt and params, as docs/protocol.md has it."""
+
+    n: int
+    """Choices."""
+    namespace: str
+    model: str
+    retention: tuple[int, float]
+    """Priority and seconds: evict the prompt's prefix after others for a while."""
+    tools: Sequence[dict[str, Any]]
+    """Functions that a chat's answer may call: ``name``, ``description``, ``parameters``, ``strict``."""
+    tool_choice: str
+    parallel_tool_calls: bool
+
+
 Inbox = TypeVar("Inbox")
 KeyFile = Path | str
 
@@ -70,6 +90,12 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of all prompt tokens but the first, if asked for."""
+
+    def without_calls(self) -> tuple[str, list[ToolCall]]:
+        """The text without the calls of tools that it holds, and these, as a turn of the assistant gives them back."""
+        text, calls = split_calls(self.text)
+        functions = [FunctionCall(name=call.name, arguments=call.arguments) for call in calls]
+        return text, [ToolCall(id=call.id or "", function=function) for call, function in zip(calls, functions, strict=True)]
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -118,20 +144,16 @@ class _Base(Generic[Inbox]):
         socket.setsockopt(zmq.IPV6, self.endpoint.startswith("tcp://["))
         socket.connect(self.endpoint)
 
-    def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        n: int,
-        namespace: str,
-        model: str | None,
-        retention: tuple[int, float] | None,
-    ) -> Submit:
+    def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
+        if unknown := options.keys() - Options.__annotations__:
+            raise TypeError(f"{min(unknown)!r} is no option of a request: {', '.join(Options.__annotations__)} are")
         try:
-            kept = msgspec.convert(retention, Retention | None)
+            submit = msgspec.convert({"id": next(self._ids)} | options, Submit)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(f"retention must be priority and seconds: {error}", param="retention") from None
-        submit = Submit(id=next(self._ids), params=params, n=n, namespace=namespace, model=model, retention=kept)
+            problem, _, path = str(error).partition(" - at `$.")
+            field = re.match(r"\w*", path)
+            raise InvalidRequest(f"{path.rstrip('`')}: {problem}", param=field[0] if field else None) from None
+        submit = msgspec.structs.replace(submit, params=params)
         if isinstance(prompt, str):
             return msgspec.structs.replace(submit, prompt=prompt)
         try:
@@ -191,7 +213,7 @@ class Client(_Base[deque[ToClient]]):
     It connects by itself, again and again: a request that was open while the server went away fails as ``Unavailable``, later ones
     are served by whichever server is there then.
 
-    ``namespace``, ``model`` and ``retention`` (priority and seconds) of a request are those of docs/protocol.md.
+    :class:`Options` are what a request may have beside prompt and params.
 
     ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a server that is gone or has lost
     the request ends the waiting (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and
@@ -225,32 +247,14 @@ class Client(_Base[deque[ToClient]]):
         self._socket.close()
         self._context.term()
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        *,
-        n: int = 1,
-        namespace: str = "",
-        model: str | None = None,
-        retention: tuple[int, float] | None = None,
-    ) -> Completion:
+    def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> Completion:
         """Generate, and wait for all of it."""
-        with self.stream(prompt, params, n=n, namespace=namespace, model=model, retention=retention) as stream:
+        with self.stream(prompt, params, **options) as stream:
             return _joined(list(stream), stream.usage)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        *,
-        n: int = 1,
-        namespace: str = "",
-        model: str | None = None,
-        retention: tuple[int, float] | None = None,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> Stream:
         """Generate, and read it as it grows.  Several streams may be open, and read in any order."""
-        return Stream(self, self._submit(prompt, params, n, namespace, model, retention))
+        return Stream(self, self._submit(prompt, params, options))
 
     def info(self) -> Info:
         """Who serves what: versions, model, context length."""
@@ -336,32 +340,14 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
         self._socket.close()
         await asyncio.to_thread(self._context.term)  # which lingers where the server takes nothing
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        *,
-        n: int = 1,
-        namespace: str = "",
-        model: str | None = None,
-        retention: tuple[int, float] | None = None,
-    ) -> Completion:
+    async def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> Completion:
         """Generate, and wait for all of it."""
-        async with self.stream(prompt, params, n=n, namespace=namespace, model=model, retention=retention) as stream:
+        async with self.stream(prompt, params, **options) as stream:
             return _joined([delta async for delta in stream], stream.usage)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams = DEFAULT_PARAMS,
-        *,
-        n: int = 1,
-        namespace: str = "",
-        model: str | None = None,
-        retention: tuple[int, float] | None = None,
-    ) -> AsyncStream:
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> AsyncStream:
         """Generate, and read it as it grows."""
-        return AsyncStream(self, self._submit(prompt, params, n, namespace, model, retention))
+        return AsyncStream(self, self._submit(prompt, params, options))
 
     async def info(self) -> Info:
         """Who serves what: versions, model, context length."""

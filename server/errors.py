@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -93,3 +95,15 @@ _KINDS = {
 def error_of(kind: str, message: str, param: str | None = None) -> ServerError:
     """The exception for an error that came over a wire; a ``kind`` not known here becomes a plain :class:`ServerError`."""
     return _KINDS.get(kind, ServerError)(message, param=param)
+
+
+@contextmanager
+def renaming(fields: dict[str, str]) -> Iterator[None]:
+    """Where a field is refused that came from another one, name that."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = fields.get(error.param or "", error.param)
+        if name is None or name == error.param:
+            raise
+        raise InvalidRequest(error.message.replace(error.param or "", name, 1), param=name) from None

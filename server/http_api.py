@@ -17,14 +17,14 @@ from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
-from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable
+from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable, renaming
 from radixkv.server.frontend import Frontend, Generation
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from radixkv.server.messages import Delta
 from radixkv.server.openai.chat import ChatWriter
 from radixkv.server.openai.completions import CompletionWriter
 from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
-from radixkv.server.openai.schema import ChatRequest, CompletionRequest, StreamOptions, parse, renaming
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, StreamOptions, parse
 from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from radixkv.server.openai.usage import usage_json
 

@@ -136,6 +136,27 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
 
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments, an object; none where the function takes no arguments."""
+    strict: bool | None = None
+    """Calls follow ``parameters`` to the letter, also where the model is free not to call."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", self.name):
+            raise ValueError(f"name must be 1 to 64 letters, digits, underscores and dashes, got {self.name[:80]!r}")
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object"} | self.parameters
+
+
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     arguments: str
@@ -190,6 +211,12 @@ class Submit(Request, frozen=True, kw_only=True, tag="submit"):
     model: str | None = None
     retention: Retention | None = None
     """Priority and seconds."""
+    tools: list[Function] = []
+    """What the answer to a chat may call.  Calls are in its text, as the model writes them."""
+    tool_choice: str = "auto"
+    """Or ``none``, ``required``, or the name of the function that must be called."""
+    parallel_tool_calls: bool = True
+    """Whether there may be several calls."""
 
 
 class GetInfo(Request, frozen=True, kw_only=True, tag="get_info"):

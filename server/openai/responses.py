@@ -13,7 +13,7 @@ import msgspec
 
 from radixkv.server.errors import InvalidRequest
 from radixkv.server.frontend import Frontend
-from radixkv.server.messages import ChatMessage, Delta, FunctionCall, ToolCall, Usage
+from radixkv.server.messages import ChatMessage, Delta, Function, FunctionCall, ToolCall, Usage
 from radixkv.server.openai.chat import chat_logprobs
 from radixkv.server.openai.schema import (
     AllowedFunctions,
@@ -29,7 +29,7 @@ from radixkv.server.openai.schema import (
     StreamOptions,
     TextFormat,
 )
-from radixkv.server.tools import CallParser, CallPart, Function
+from radixkv.server.tools import CallParser, CallPart
 from radixkv.structured_outputs import StructuredOutputs
 
 # --- requests ----------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -20,10 +18,10 @@ from radixkv.sampling_params import SamplingParams
 from radixkv.server.access import Caller
 from radixkv.server.errors import Forbidden, InvalidRequest
 from radixkv.server.frontend import MAX_N, Prompt
-from radixkv.server.messages import ChatMessage
+from radixkv.server.messages import ChatMessage, Function
 from radixkv.server.openai.depth import check_depth
 from radixkv.server.openai.fields import drop_unneeded
-from radixkv.server.tools import END, Function, ToolUse, tool_use
+from radixkv.server.tools import ToolUse, tool_use
 from radixkv.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -257,7 +255,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise InvalidRequest(
                 "structured_outputs must be left out where response_format or tools are given", param="structured_outputs"
             )
-        return wanted if self.tool_use is None else self.tool_use.outputs(wanted)
+        return wanted
 
     @property
     def token_limit(self) -> int | None:
@@ -269,9 +267,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise InvalidRequest("top_logprobs must be left out unless logprobs is true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = self._sampling(DEFAULT_CHAT_TOKENS if self.token_limit is None else self.token_limit, logprobs, self._outputs)
-        if self.tool_use is not None and not self.tool_use.parallel and params.structured_outputs is None:
-            return msgspec.structs.replace(params, stop=(*params.stop, END))  # what follows a call would be another one
-        return params
+        return params if self.tool_use is None else self.tool_use.shaped(params)
 
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -357,18 +353,6 @@ def _invalid(text: str) -> InvalidRequest:
         place = f"{place}.{missing[1]}" if place else missing[1]
         return InvalidRequest(f"{place} is required", param=place)
     return InvalidRequest(f"{place or 'body'}: {reason}", param=place or None)
-
-
-@contextmanager
-def renaming(fields: dict[str, str]) -> Iterator[None]:
-    """Where a field is refused that came from another one, name that."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = fields.get(error.param or "", error.param)
-        if name is None or name == error.param:
-            raise
-        raise InvalidRequest(error.message.replace(error.param or "", name, 1), param=name) from None
 
 
 def _token_id(key: str) -> int:

@@ -28,6 +28,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai_compatible import OpenAICompatibleProvider
 from pydantic_ai.usage import UsageLimits
 
+from radixkv import Client, SamplingParams
 from radixkv.model.loader import ModelSource
 from radixkv.server.launcher import WORKER_COMMAND
 
@@ -48,7 +49,8 @@ class City(BaseModel):
 @pytest.fixture(scope="module")
 def server(default_model: ModelSource) -> Iterator[Any]:
     with SUPPORT["starting"](Path(MODEL)) as start:
-        server = start(config={"model": MODEL, "kv_cache_tokens": 16384, "num_threads": 1}, worker_command=WORKER_COMMAND)
+        config = {"model": MODEL, "kv_cache_tokens": 16384, "num_threads": 1}
+        server = start(config=config, zmq="tcp://127.0.0.1:*", worker_command=WORKER_COMMAND)
         yield server.wait_ready()
         server.wait_idle()
         assert "Traceback" not in server.log
@@ -180,6 +182,26 @@ def test_pydantic_ai_streams(pydantic_model: Any) -> None:
     pieces = asyncio.run(stream())
     assert len(pieces) > 1
     assert "Paris" in "".join(pieces)
+
+
+# --- our own clients ---------------------------------------------------------------------------------------------------------
+
+
+def test_radixkvs_client_runs_a_tool_loop(server: Any) -> None:
+    endpoint = next(word for word in server.log.split() if word.startswith("tcp://"))
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tools = [{"name": "weather", "description": "The weather of a city.", "parameters": schema}]
+    messages: list[Any] = [{"role": "user", "content": WEATHER}]
+    params = SamplingParams(max_tokens=60, temperature=0)
+    with Client(endpoint, timeout=60) as client:
+        (answer,) = client.generate(messages, params, tools=tools, tool_choice="weather").choices
+        text, (call,) = answer.without_calls()
+        assert (text, call.function.name) == ("", "weather")
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+        messages += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        more = client.generate(messages, params, tools=tools, tool_choice="none", retention=(1, 60))
+        assert more.text
+        assert more.usage.cached_tokens > 0
 
 
 # --- llm ---------------------------------------------------------------------------------------------------------------------

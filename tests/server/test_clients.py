@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from radixkv.sampling_params import SamplingParams
-from radixkv.server.client import AsyncClient, AsyncStream, Client, Stream
+from radixkv.server.client import AsyncClient, AsyncStream, Client, Options, Stream
 from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel, UnsupportedVersion
 from radixkv.server.messages import HEADER
 
@@ -279,14 +279,19 @@ def test_a_request_carries_every_field_and_no_default(client: Any, fake: FakeSer
     client.stream("x")
     fake.take()
     assert fake.request == {"type": "submit", "id": fake.request["id"], "prompt": "x", "params": {"max_tokens": 2000}}
-    client.stream("x", n=2, namespace="a", model="m", retention=(2, 60))
+    options = {"n": 2, "namespace": "a", "model": "m", "retention": [2, 60.0], "tools": [{"name": "now"}], "tool_choice": "now",
+               "parallel_tool_calls": False}  # fmt: skip
+    assert options.keys() == Options.__annotations__.keys()
+    client.stream([{"role": "user", "content": "x"}], **options)
     fake.take()
-    assert {"n": 2, "namespace": "a", "model": "m", "retention": [2, 60.0]}.items() <= fake.request.items()
+    assert options.items() <= fake.request.items()
+    with pytest.raises(TypeError, match="'namespaces' is no option of a request"):
+        client.stream("x", namespaces="a")
 
 
 def test_a_bad_retention_or_model_is_refused_by_name(kind: Any, server: Any) -> None:
     with contextlib.closing(kind(zmq_endpoint(server))) as client:
-        with pytest.raises(InvalidRequest, match="retention must be priority and seconds"):
+        with pytest.raises(InvalidRequest, match="retention: Expected `array` of length 2, got 1"):
             client.stream("x", retention=(1,))
         with pytest.raises(InvalidRequest, match=r"retention\.priority must be an integer from 1 to 100"):
             client.text(client.stream("x", retention=(0, 60)))
