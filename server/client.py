@@ -53,7 +53,7 @@ from radixkv.server.messages import (
 )
 from radixkv.server.tools import split_calls
 
-__all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Options", "Stream"]
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text or token ids to continue, or a chat's messages (``{"role": ..., "content": ...}``) to answer."""
