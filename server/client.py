@@ -94,8 +94,9 @@ class Choice(msgspec.Struct, frozen=True):
     def without_calls(self) -> tuple[str, list[ToolCall]]:
         """The text without the calls of tools that it holds, and these, as a turn of the assistant gives them back."""
         text, calls = split_calls(self.text)
-        functions = [FunctionCall(name=call.name, arguments=call.arguments) for call in calls]
-        return text, [ToolCall(id=call.id or "", function=function) for call, function in zip(calls, functions, strict=True)]
+        return text, [
+            ToolCall(id=call.id or "", function=FunctionCall(name=call.name or "", arguments=call.arguments)) for call in calls
+        ]
 
 
 class Completion(msgspec.Struct, frozen=True):

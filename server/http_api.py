@@ -26,7 +26,6 @@ from radixkv.server.openai.completions import CompletionWriter
 from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
 from radixkv.server.openai.schema import ChatRequest, CompletionRequest, StreamOptions, parse
 from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest, tokenizer_info
-from radixkv.server.openai.usage import usage_json
 
 log = logging.getLogger("radixkv.server")
 
@@ -224,7 +223,7 @@ async def _events(writer: Writer, generation: Generation, usage: StreamOptions) 
     """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
     try:
         async for delta in generation:
-            so_far = {"usage": usage_json(generation.usage)} if usage.continuous_usage_stats else {}
+            so_far = {"usage": writer.usage_chunk(generation.usage)["usage"]} if usage.continuous_usage_stats else {}
             for chunk in writer.chunks(delta):
                 yield _event(chunk | so_far)
         if usage.include_usage:
