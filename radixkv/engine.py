@@ -195,6 +195,7 @@ class Engine:
             if token_id < 0:
                 continue
             first = request.num_output_tokens == 0
+            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             added, finish_reason = request.extend(token_id)
             self._generated_tokens += len(added)
             if finish_reason:
@@ -211,6 +212,7 @@ class Engine:
                     queued_seconds=request.admission_time - request.arrival_time if first else 0.0,
                     prefill_seconds=now - request.admission_time if first else 0.0,
                     num_preemptions=request.num_preemptions,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
         return outputs

@@ -38,6 +38,8 @@ class GenerationOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V were found in the cache."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, if asked for; in the first delta."""
 
 
 class LLM:
@@ -86,6 +88,8 @@ class LLM:
                 output.token_ids += delta.token_ids
                 if delta.logprobs is not None:
                     output.logprobs = (output.logprobs or []) + delta.logprobs
+                if delta.prompt_logprobs is not None:
+                    output.prompt_logprobs = delta.prompt_logprobs
                 output.num_prompt_tokens, output.num_cached_tokens = delta.num_prompt_tokens, delta.num_cached_tokens
                 if delta.finish_reason is not None:
                     output.finish_reason = delta.finish_reason
@@ -173,6 +177,7 @@ class LLM:
             "stop" if stop.matched is not None else output.finish_reason,
             output.num_prompt_tokens,
             output.num_cached_tokens,
+            output.prompt_logprobs,
         )
 
     def _encode(self, prompt: str | list[int]) -> list[int]:

@@ -16,7 +16,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this choose the highest logit: float32 could not divide by them."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How to sample, and when to stop.  The names are the OpenAI API's and vLLM's.
 
     ``temperature=0`` (or below 0.00001) is greedy: the highest logit wins, ties to the lowest token id.
@@ -43,6 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     """Report the chosen token's log-probability and this many alternatives (0 to 20); None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same of every prompt token but the first.  All of the prompt is computed for that, cached or not."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; they are not part of the returned text."""
     stop_token_ids: tuple[int, ...] = ()
@@ -85,6 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _check(-(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)
         if self.logprobs is not None:
             _range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(self.stop)} strings")
         _check(all(self.stop), "stop", "made of non-empty strings", list(self.stop))
         _check(

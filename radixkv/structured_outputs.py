@@ -11,6 +11,8 @@ MAX_GRAMMAR_LENGTH = 262144
 """Characters of a schema, expression or grammar."""
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON is spaced as by Python's ``json.dumps``: with free spacing small models end in endless blanks, and little is forced."""
+COMBINING = ("allOf", "oneOf", "not", "if", "$dynamicRef", "dependentSchemas", "unevaluatedProperties")
+"""Keywords by which one part of a schema depends on what another part allows."""
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -30,7 +32,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     grammar: str | None = None
     """A context-free grammar in Lark's syntax as llguidance reads it (rule ``start``), or in GBNF (rule ``root``)."""
     lenient: bool = False
-    """Leave keywords of a ``json`` schema that can't be enforced unenforced, rather than refuse the schema."""
+    """Leave keywords of a ``json`` schema that can't be enforced unenforced, rather than refuse the schema.
+
+    And where an object names its properties, but not whether others are allowed, there are no others: a small model would go on
+    inventing some until ``max_tokens``.
+    """
 
     @property
     def kind_and_text(self) -> tuple[str, str]:
@@ -69,6 +75,31 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 def spaced(schema: dict[str, Any], *, lenient: bool) -> str:
     """A JSON schema as text that also says how to space the output.  Raises ``ValueError`` where it is nested too deeply."""
     try:
+        text = json.dumps(schema)
+        if lenient and not any(f'"{keyword}"' in text for keyword in COMBINING):
+            schema = _closed(schema)
         return json.dumps(schema | {"x-guidance": COMPACT | {"lenient": lenient}})
     except RecursionError:
         raise ValueError("a schema must be nested less deeply") from None
+
+
+def _closed(schema: Any) -> Any:
+    """A copy whose objects have no properties but those named; what follows it follows ``schema`` too."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    properties = schema.get("properties")
+    for keyword in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(keyword), dict):
+            copy[keyword] = {name: _closed(member) for name, member in schema[keyword].items()}
+    for keyword in ("items", "additionalProperties"):
+        copy |= {keyword: _closed(schema[keyword])} if keyword in schema else {}
+    # A branch beside properties says only a part of what the object may have.
+    for keyword in ("prefixItems",) if properties else ("prefixItems", "anyOf"):
+        if isinstance(schema.get(keyword), list):
+            copy[keyword] = [_closed(member) for member in schema[keyword]]
+    open_to = {"additionalProperties", "patternProperties", "anyOf", "$ref", "minProperties"} & schema.keys()
+    required = schema.get("required", [])
+    if isinstance(properties, dict) and not open_to and isinstance(required, list) and all(name in properties for name in required):
+        copy["additionalProperties"] = False
+    return copy

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import itertools
 import operator
+import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import msgspec
 import zmq
@@ -26,7 +27,7 @@ import zmq.asyncio
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, TokenLogprobs
 from radixkv.server.curve import CurveClient
-from radixkv.server.errors import InvalidRequest, Unavailable
+from radixkv.server.errors import InvalidRequest, Unavailable, UnsupportedVersion
 from radixkv.server.messages import (
     Alive,
     Cancel,
@@ -34,25 +35,50 @@ from radixkv.server.messages import (
     Delta,
     Failed,
     Finished,
+    FunctionCall,
+    GetInfo,
     GetStats,
+    Info,
     Parser,
     ResetCache,
     Stats,
     Submit,
     ToClient,
+    ToolCall,
     Usage,
     frames,
     id_of,
+    refusal,
     send_now,
 )
+from radixkv.server.tools import split_calls
 
-__all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream", "Choice", "Client", "Completion", "Options", "Stream"]
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """A text or token ids to continue, or a chat's messages (``{"role": ..., "content": ...}``) to answer."""
 SILENCE_SECONDS = 10.0
 """A server that does not name a request for so long, though it names all that it has each second, is gone or has lost it."""
+HEARTBEAT_MS = 2000
+"""ZeroMQ's own pings."""
 DEFAULT_PARAMS = SamplingParams()
+
+
+class Options(TypedDict, total=False):
+    """What a request may have beside prompt and params, as docs/protocol.md has it."""
+
+    n: int
+    """Choices."""
+    namespace: str
+    model: str
+    retention: tuple[int, float]
+    """Priority and seconds: evict the prompt's prefix after others for a while."""
+    tools: Sequence[dict[str, Any]]
+    """Functions that a chat's answer may call: ``name``, ``description``, ``parameters``, ``strict``."""
+    tool_choice: str
+    parallel_tool_calls: bool
+
+
 Inbox = TypeVar("Inbox")
 KeyFile = Path | str
 
@@ -62,6 +88,15 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, if asked for."""
+
+    def without_calls(self) -> tuple[str, list[ToolCall]]:
+        """The text without the calls of tools that it holds, and these, as a turn of the assistant gives them back."""
+        text, calls = split_calls(self.text)
+        return text, [
+            ToolCall(id=call.id or "", function=FunctionCall(name=call.name or "", arguments=call.arguments)) for call in calls
+        ]
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -104,11 +139,22 @@ class _Base(Generic[Inbox]):
             self._curve.protect(socket)
         socket.setsockopt(zmq.LINGER, 500)  # so that a last Cancel arrives
         socket.setsockopt(zmq.RCVHWM, 0)
+        # Without pings, a connection whose other end has vanished is kept for hours, and nothing else is tried.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         socket.setsockopt(zmq.IPV6, self.endpoint.startswith("tcp://["))
         socket.connect(self.endpoint)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, n: int, namespace: str) -> Submit:
-        submit = Submit(id=next(self._ids), params=params, n=n, namespace=namespace)
+    def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
+        if unknown := options.keys() - Options.__annotations__:
+            raise TypeError(f"{min(unknown)!r} is no option of a request: {', '.join(Options.__annotations__)} are")
+        try:
+            submit = msgspec.convert({"id": next(self._ids)} | options, Submit)
+        except msgspec.ValidationError as error:
+            problem, _, path = str(error).partition(" - at `$.")
+            field = re.match(r"\w*", path)
+            raise InvalidRequest(f"{path.rstrip('`')}: {problem}", param=field[0] if field else None) from None
+        submit = msgspec.structs.replace(submit, params=params)
         if isinstance(prompt, str):
             return msgspec.structs.replace(submit, prompt=prompt)
         try:
@@ -147,6 +193,10 @@ class _Base(Generic[Inbox]):
         try:
             message = self._parse(received)
             named = message.ids if isinstance(message, Alive) else [message.id]
+        except UnsupportedVersion as error:
+            id = id_of(received)
+            message = refusal(received) or Failed.of(UnsupportedVersion(f"{self.endpoint}: {error}"), id)
+            named = [id] if id else list(self._waiting)
         except InvalidRequest as error:
             id = id_of(received)
             message = Failed(id=id, kind="internal", message=f"{self.endpoint} sent an answer that can't be read: {error}")
@@ -160,6 +210,11 @@ class _Base(Generic[Inbox]):
 
 class Client(_Base[deque[ToClient]]):
     """A blocking client, for one thread.
+
+    It connects by itself, again and again: a request that was open while the server went away fails as ``Unavailable``, later ones
+    are served by whichever server is there then.
+
+    :class:`Options` are what a request may have beside prompt and params.
 
     ``timeout`` is the most seconds that a request may take (``TimeoutError``); without it only a server that is gone or has lost
     the request ends the waiting (``Unavailable``).  Bad input raises ``InvalidRequest``, a ``ValueError`` that names field and
@@ -193,14 +248,20 @@ class Client(_Base[deque[ToClient]]):
         self._socket.close()
         self._context.term()
 
-    def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> Completion:
+    def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> Completion:
         """Generate, and wait for all of it."""
-        with self.stream(prompt, params, n=n, namespace=namespace) as stream:
+        with self.stream(prompt, params, **options) as stream:
             return _joined(list(stream), stream.usage)
 
-    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> Stream:
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> Stream:
         """Generate, and read it as it grows.  Several streams may be open, and read in any order."""
-        return Stream(self, self._submit(prompt, params, n, namespace))
+        return Stream(self, self._submit(prompt, params, options))
+
+    def info(self) -> Info:
+        """Who serves what: versions, model, context length."""
+        reply = self._call(GetInfo(id=next(self._ids)))
+        assert isinstance(reply, Info)
+        return reply
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
@@ -212,14 +273,14 @@ class Client(_Base[deque[ToClient]]):
         """Forget all cached prefixes that no running request uses."""
         self._call(ResetCache(id=next(self._ids)))
 
-    def _call(self, message: GetStats | ResetCache) -> ToClient:
+    def _call(self, message: GetInfo | GetStats | ResetCache) -> ToClient:
         self._open(message)
         try:
             return self._receive(message.id)
         finally:
             self._close(message.id, cancel=False)
 
-    def _open(self, message: Submit | GetStats | ResetCache) -> None:
+    def _open(self, message: Submit | GetInfo | GetStats | ResetCache) -> None:
         parts = frames(message)
         waiting = self._new(deque())
         while not self._socket.poll(_milliseconds(self._patience(waiting)), zmq.POLLOUT):
@@ -280,16 +341,20 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
         self._socket.close()
         await asyncio.to_thread(self._context.term)  # which lingers where the server takes nothing
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = ""
-    ) -> Completion:
+    async def generate(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> Completion:
         """Generate, and wait for all of it."""
-        async with self.stream(prompt, params, n=n, namespace=namespace) as stream:
+        async with self.stream(prompt, params, **options) as stream:
             return _joined([delta async for delta in stream], stream.usage)
 
-    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, *, n: int = 1, namespace: str = "") -> AsyncStream:
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, **options: Unpack[Options]) -> AsyncStream:
         """Generate, and read it as it grows."""
-        return AsyncStream(self, self._submit(prompt, params, n, namespace))
+        return AsyncStream(self, self._submit(prompt, params, options))
+
+    async def info(self) -> Info:
+        """Who serves what: versions, model, context length."""
+        reply = await self._call(GetInfo(id=next(self._ids)))
+        assert isinstance(reply, Info)
+        return reply
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
@@ -301,7 +366,7 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
         """Forget all cached prefixes that no running request uses."""
         await self._call(ResetCache(id=next(self._ids)))
 
-    async def _call(self, message: GetStats | ResetCache) -> ToClient:
+    async def _call(self, message: GetInfo | GetStats | ResetCache) -> ToClient:
         self._open(message)
         try:
             return await self._receive(message.id)
@@ -314,7 +379,7 @@ class AsyncClient(_Base[asyncio.Queue[ToClient]]):
             for inbox in inboxes:
                 inbox.put_nowait(message)
 
-    def _open(self, message: Submit | GetStats | ResetCache) -> None:
+    def _open(self, message: Submit | GetInfo | GetStats | ResetCache) -> None:
         if not send_now(self._socket, frames(message)):
             raise Unavailable(f"{self.endpoint}: takes no more messages")
         self._waiting[message.id] = self._new(asyncio.Queue())
@@ -438,4 +503,5 @@ def _choice(parts: list[Delta]) -> Choice:
         token_ids=[token_id for delta in parts for token_id in delta.token_ids],
         finish_reason=parts[-1].finish_reason,
         logprobs=None if parts[0].logprobs is None else [token for delta in parts for token in delta.logprobs or ()],
+        prompt_logprobs=parts[0].prompt_logprobs,
     )

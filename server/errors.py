@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -38,6 +40,12 @@ class UnknownModel(InvalidRequest):
     kind = "model_not_found"
 
 
+class UnsupportedVersion(InvalidRequest):
+    """The two sides of a ZeroMQ connection speak different versions of the protocol."""
+
+    kind = "unsupported_version"
+
+
 class Unavailable(ServerError):
     """The engine is not there, or the server is shutting down.  Sending the request again may work."""
 
@@ -70,10 +78,32 @@ class TimedOut(ServerError):
 
 _KINDS = {
     error.kind: error
-    for error in (ServerError, InvalidRequest, UnknownModel, Unavailable, Unauthorized, Forbidden, Overloaded, TimedOut)
+    for error in (
+        ServerError,
+        InvalidRequest,
+        UnknownModel,
+        UnsupportedVersion,
+        Unavailable,
+        Unauthorized,
+        Forbidden,
+        Overloaded,
+        TimedOut,
+    )
 }
 
 
 def error_of(kind: str, message: str, param: str | None = None) -> ServerError:
     """The exception for an error that came over a wire; a ``kind`` not known here becomes a plain :class:`ServerError`."""
     return _KINDS.get(kind, ServerError)(message, param=param)
+
+
+@contextmanager
+def renaming(fields: dict[str, str]) -> Iterator[None]:
+    """Where a field is refused that came from another one, name that."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = fields.get(error.param or "", error.param)
+        if name is None or name == error.param:
+            raise
+        raise InvalidRequest(error.message.replace(error.param or "", name, 1), param=name) from None

@@ -61,7 +61,7 @@ class Frontend:
         self.started = int(time.time())
         self.metrics = Metrics(model)
         self.token_bytes = TokenBytes(tokenizer.backend_tokenizer)
-        self._chat_template = tokenizer
+        self.tokenizer = tokenizer
         # The Rust tokenizer itself: unlike the wrapper's, its `encode` changes no state, so threads may share it.
         self._tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()
@@ -286,7 +286,7 @@ class Frontend:
     async def render_chat(
         self, messages: Sequence[ChatMessage], tools: ToolUse | None, *, add_generation_prompt: bool = True
     ) -> list[int]:
-        template = self._chat_template.chat_template
+        template = self.tokenizer.chat_template
         if template is None:
             raise InvalidRequest(f"model {self.model!r} has no chat template: use completions", param="messages")
         _check(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}", len(messages))
@@ -295,7 +295,7 @@ class Frontend:
         takes_tools = "tools" in template and tool_text.BEGIN in template
         try:
             turns = tool_text.template_turns(messages if takes_tools else tool_text.spelled_out(messages, tools))
-            text = self._chat_template.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 turns,
                 tools=tools.definitions if tools is not None and takes_tools else None,
                 tokenize=False,
@@ -476,6 +476,7 @@ class _Choice:
         self.request_id = request.request_id
         self.namespace = request.namespace
         self.num_prompt_tokens = len(request.token_ids)
+        self._prompt = request.token_ids
         self.num_cached_tokens = 0
         self.missed: dict[str, int] = {}
         self.num_tokens = 0
@@ -504,6 +505,8 @@ class _Choice:
             token_ids=output.token_ids,
             logprobs=output.logprobs,
             finish_reason="stop" if self._stop.matched is not None else output.finish_reason,
+            prompt_token_ids=None if output.prompt_logprobs is None else self._prompt,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def finished(self, metrics: Metrics, reason: FinishReason, seconds: float) -> None:

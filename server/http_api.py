@@ -18,15 +18,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixkv.server import access_log
 from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
-from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable
+from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable, renaming
 from radixkv.server.frontend import Frontend, Generation
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from radixkv.server.messages import Delta
 from radixkv.server.openai.chat import ChatWriter
 from radixkv.server.openai.completions import CompletionWriter
 from radixkv.server.openai.responses import ResponsesRequest, ResponseWriter
-from radixkv.server.openai.schema import ChatRequest, CompletionRequest, parse, renaming
-from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest
+from radixkv.server.openai.schema import ChatRequest, CompletionRequest, StreamOptions, parse
+from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
 log = logging.getLogger("radixkv.server")
 
@@ -53,7 +53,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     @post("/v1/completions")
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), CompletionRequest)
-        answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.include_usage)
+        answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.usage_chunks)
         generation = await frontend.submit(
             body.prompts,
             body.sampling_params,
@@ -69,13 +69,15 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), ChatRequest)
         writer = ChatWriter(frontend, tools=body.tool_use is not None)
-        answer = _Answer(request.receive, writer, stream=body.stream, usage=body.include_usage)
+        answer = _Answer(request.receive, writer, stream=body.stream, usage=body.usage_chunks)
         return await answer.of(await submit_chat(body, request.state.caller))
 
     @post("/v1/responses")
     async def responses(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), ResponsesRequest)
-        answer = _Answer(request.receive, ResponseWriter(frontend, body), stream=body.stream, usage=True)
+        answer = _Answer(
+            request.receive, ResponseWriter(frontend, body), stream=body.stream, usage=StreamOptions(include_usage=True)
+        )
         return await answer.of(await submit_chat(body.chat, request.state.caller, ResponsesRequest.NAMES))
 
     async def submit_chat(body: ChatRequest, caller: Caller, names: dict[str, str] = {}) -> Generation:  # noqa: B006
@@ -101,6 +103,10 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
         body = parse(await request.body(), DetokenizeRequest)
         return _json(body.answer(frontend))
+
+    @get("/tokenizer_info")
+    async def tokenizer() -> Response[bytes]:
+        return _json(tokenizer_info(frontend))
 
     def model_card() -> dict[str, Any]:
         return {
@@ -154,6 +160,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
             responses,
             tokenize,
             detokenize,
+            tokenizer,
             models,
             model,
             health,
@@ -177,7 +184,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
 class _Answer:
     """How a request is to be answered; made, and so checked, before anything is generated."""
 
-    def __init__(self, receive: Receive, writer: Writer, *, stream: bool, usage: bool) -> None:
+    def __init__(self, receive: Receive, writer: Writer, *, stream: bool, usage: StreamOptions) -> None:
         self._receive = receive
         self._writer = writer
         self._stream = stream
@@ -207,18 +214,21 @@ async def _collect(generation: Generation) -> list[Delta]:
             token_ids=[id for delta in deltas for id in delta.token_ids],
             logprobs=None if deltas[0].logprobs is None else [token for delta in deltas for token in delta.logprobs or ()],
             finish_reason=deltas[-1].finish_reason,
+            prompt_token_ids=deltas[0].prompt_token_ids,
+            prompt_logprobs=deltas[0].prompt_logprobs,
         )
         for index, deltas in sorted(parts.items())
     ]
 
 
-async def _events(writer: Writer, generation: Generation, usage: bool) -> AsyncIterator[bytes]:
+async def _events(writer: Writer, generation: Generation, usage: StreamOptions) -> AsyncIterator[bytes]:
     """The stream's events.  An error after the first byte can have no status any more: it is an event, as in the OpenAI API."""
     try:
         async for delta in generation:
+            so_far = {"usage": writer.usage_chunk(generation.usage)["usage"]} if usage.continuous_usage_stats else {}
             for chunk in writer.chunks(delta):
-                yield _event(chunk)
-        if usage:
+                yield _event(chunk | so_far)
+        if usage.include_usage:
             yield _event(writer.usage_chunk(generation.usage))
     except ServerError as error:
         yield _event(_error_body(_STATUS.get(error.kind, 500), error.message, error.param, error.kind))

@@ -8,6 +8,7 @@ it is.  The same structs serve both sockets: frontend to worker (token ids only)
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -15,15 +16,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radixkv import __version__
 from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
-from radixkv.server.errors import InvalidRequest, ServerError, error_of
+from radixkv.server.errors import InvalidRequest, ServerError, UnsupportedVersion, error_of
 
 T = TypeVar("T")
 
-HEADER = b"radixkv/1"
-"""First frame of every message: the protocol and its version.  A change that old peers can't read takes the next number."""
+PROTOCOL = "radixkv/1"
+"""The protocol and its version.  A change that old peers can't read takes the next number; framing and ``failed`` never change."""
+HEADER = PROTOCOL.encode()
+"""First frame of every message."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 BEAT_SECONDS = 1.0
 """A worker that is busy says something after each step, or so long after it last did: so a long prompt is no worker that hangs."""
@@ -132,6 +136,27 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
 
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments, an object; none where the function takes no arguments."""
+    strict: bool | None = None
+    """Calls follow ``parameters`` to the letter, also where the model is free not to call."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", self.name):
+            raise ValueError(f"name must be 1 to 64 letters, digits, underscores and dashes, got {self.name[:80]!r}")
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object"} | self.parameters
+
+
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     arguments: str
@@ -186,6 +211,29 @@ class Submit(Request, frozen=True, kw_only=True, tag="submit"):
     model: str | None = None
     retention: Retention | None = None
     """Priority and seconds."""
+    tools: list[Function] = []
+    """What the answer to a chat may call.  Calls are in its text, as the model writes them."""
+    tool_choice: str = "auto"
+    """Or ``none``, ``required``, or the name of the function that must be called."""
+    parallel_tool_calls: bool = True
+    """Whether there may be several calls."""
+
+
+class GetInfo(Request, frozen=True, kw_only=True, tag="get_info"):
+    id: str
+
+
+class Info(Message, frozen=True, kw_only=True, tag="info"):
+    """Answers :class:`GetInfo`: who serves what."""
+
+    id: str
+    versions: list[str]
+    """Of the protocol, as in a message's first frame: those that are spoken here."""
+    server: str
+    """The version of radixkv that serves."""
+    model: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
 
 
 class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
@@ -206,6 +254,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+    prompt_token_ids: list[int] | None = None
+    """Of a choice's first delta, where its prompt's log-probabilities are wanted; so is the next."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -241,8 +293,8 @@ class Alive(Message, frozen=True, kw_only=True, tag="alive"):
     """The client's open requests: all of them."""
 
 
-ToFrontend = Submit | Cancel | GetStats | ResetCache
-ToClient = Chunk | Finished | Failed | Stats | Done | Alive
+ToFrontend = Submit | Cancel | GetInfo | GetStats | ResetCache
+ToClient = Chunk | Finished | Failed | Info | Stats | Done | Alive
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -269,12 +321,24 @@ class Parser(Generic[T]):
 
     def __call__(self, received: Sequence[bytes]) -> T:
         """Raise ``InvalidRequest`` that says what is wrong with the message; never anything else, whatever the bytes."""
-        if len(received) != 2 or received[0] != HEADER:
+        if len(received) != 2 or not re.fullmatch(rb"radixkv/[0-9]{1,9}", received[0]):
             raise InvalidRequest(f"a message is two frames, {HEADER!r} and a MessagePack map: this is {_describe(received)}")
+        if received[0] != HEADER:
+            raise UnsupportedVersion(
+                f"{PROTOCOL} is spoken here, by radixkv {__version__}, and the message is {received[0].decode()}"
+            )
         try:
             return self._decoder.decode(received[1])
         except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"message: {error}") from None
+            raise InvalidRequest(f"message, as radixkv {__version__} reads it: {error}") from None
+
+
+def refusal(received: Sequence[bytes]) -> Failed | None:
+    """The ``failed`` in a message of whatever version; None where it is something else."""
+    try:
+        return msgspec.msgpack.decode(received[-1], type=Failed)
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError, IndexError):
+        return None
 
 
 def id_of(received: Sequence[bytes]) -> str:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from radixkv.detokenizer import overlap
+from radixkv.sampling_params import SamplingParams
 from radixkv.server.errors import InvalidRequest
-from radixkv.server.messages import ChatMessage
+from radixkv.server.messages import ChatMessage, Function
 from radixkv.structured_outputs import StructuredOutputs, spaced
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -35,27 +36,6 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """Qwen2.5's words, for models whose template has none."""
-
-
-class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments, an object; none where the function takes no arguments."""
-    strict: bool | None = None
-    """Calls follow ``parameters`` to the letter, also where the model is free not to call."""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", self.name):
-            raise ValueError(f"name must be 1 to 64 letters, digits, underscores and dashes, got {self.name[:80]!r}")
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        if self.parameters is None:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object"} | self.parameters
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +64,13 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
             return StructuredOutputs(grammar=self._grammar(answer))
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs can't be compiled: {error}", param="structured_outputs") from None
+
+    def shaped(self, params: SamplingParams) -> SamplingParams:
+        """``params`` for an output that calls, or is of the form that they ask for.  Raises ``InvalidRequest``."""
+        outputs = self.outputs(params.structured_outputs)
+        if outputs is None and not self.parallel:
+            params = msgspec.structs.replace(params, stop=(*params.stop, END))  # what follows a call would be another one
+        return msgspec.structs.replace(params, structured_outputs=outputs)
 
     def _grammar(self, answer: StructuredOutputs | None) -> str:
         rules = [f"call{i}" for i in range(len(self.allowed))]

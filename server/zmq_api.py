@@ -19,20 +19,24 @@ from urllib.parse import urlsplit
 import zmq
 import zmq.asyncio
 
+from radixkv import __version__
 from radixkv.server import access_log
 from radixkv.server.access import ANYONE, Caller, is_loopback
 from radixkv.server.curve import CurveServer
-from radixkv.server.errors import InvalidRequest, ServerError
+from radixkv.server.errors import InvalidRequest, ServerError, renaming
 from radixkv.server.frontend import Frontend
 from radixkv.server.messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
     Alive,
     Cancel,
     Chunk,
     Done,
     Failed,
     Finished,
+    GetInfo,
     GetStats,
+    Info,
     Parser,
     ResetCache,
     Stats,
@@ -43,6 +47,7 @@ from radixkv.server.messages import (
     id_of,
     send_now,
 )
+from radixkv.server.tools import ToolUse, tool_use
 
 log = logging.getLogger("radixkv.server")
 
@@ -133,12 +138,23 @@ class ZmqDoor:
         if not tasks:
             del self._tasks[client]
 
-    async def _serve(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit | GetStats | ResetCache) -> None:
+    async def _serve(
+        self, frontend: Frontend, client: bytes, caller: Caller, message: Submit | GetInfo | GetStats | ResetCache
+    ) -> None:
         entry = access_log.Entry(message.id)
         try:
             match message:
                 case Submit():
                     await self._generate(frontend, client, caller, message)
+                case GetInfo():
+                    info = Info(
+                        id=message.id,
+                        versions=[PROTOCOL],
+                        server=__version__,
+                        model=frontend.model,
+                        max_model_len=frontend.max_model_len,
+                    )
+                    self._send(client, info)
                 case GetStats():
                     caller.check_administrator()
                     self._send(client, Stats(id=message.id, stats=await frontend.stats()))
@@ -159,15 +175,18 @@ class ZmqDoor:
             entry.write(f"zmq {message.__struct_config__.tag}")
 
     async def _generate(self, frontend: Frontend, client: bytes, caller: Caller, message: Submit) -> None:
-        generation = await frontend.submit(
-            None if message.prompt is None else [message.prompt],
-            message.params,
-            messages=message.messages,
-            n=message.n,
-            namespace=caller.namespace_for(message.namespace),
-            model=message.model,
-            retention=message.retention,
-        )
+        tools = _tool_use(message)
+        with renaming({"structured_outputs": "tools"} if tools is not None else {}):
+            generation = await frontend.submit(
+                None if message.prompt is None else [message.prompt],
+                message.params if tools is None else tools.shaped(message.params),
+                messages=message.messages,
+                n=message.n,
+                namespace=caller.namespace_for(message.namespace),
+                model=message.model,
+                tools=tools,
+                retention=message.retention,
+            )
         access_log.serves(generation)
         with generation:
             async for delta in generation:
@@ -184,6 +203,18 @@ class ZmqDoor:
         if not send_now(self._socket, [client, *frames(message)]):
             for task in self._tasks.get(client, {}).values():
                 task.cancel()
+
+
+def _tool_use(message: Submit) -> ToolUse | None:
+    if message.tools and message.messages is None:
+        raise InvalidRequest("tools must be left out unless messages are given", param="tools")
+    if message.tools and message.params.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs must be left out where tools are given", param="structured_outputs")
+    match message.tool_choice:
+        case "auto" | "none" | "required" as mode:
+            return tool_use(message.tools, mode, None, parallel=message.parallel_tool_calls)
+        case name:
+            return tool_use(message.tools, "required", [name], parallel=False)
 
 
 def check_endpoint(endpoint: str, *, secured: bool = False, keys: bool = False) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from radixkv import LLM, SamplingParams
 from radixkv.grammar import check_grammar
-from radixkv.structured_outputs import MAX_GRAMMAR_LENGTH, StructuredOutputs
+from radixkv.structured_outputs import MAX_GRAMMAR_LENGTH, StructuredOutputs, spaced
 
 PERSON = {
     "type": "object",
@@ -141,6 +141,45 @@ def test_a_lenient_schema_leaves_what_can_not_be_enforced(llm: LLM) -> None:
     check_grammar(outputs)
     (output,) = llm.generate(["x"], asking(outputs), use_tqdm=False)
     assert isinstance(json.loads(output.text), str)
+
+
+POINT = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        POINT,
+        {"type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "required": ["at"], "$defs": {"Point": POINT}},
+        {"type": "array", "items": POINT, "minItems": 2, "maxItems": 2},
+        {"anyOf": [POINT]},
+    ],
+    ids=lambda schema: next(iter(schema)),
+)
+def test_a_lenient_schemas_objects_have_no_properties_but_those_named(llm: LLM, schema: dict[str, Any]) -> None:
+    form = {"json": schema, "lenient": True}
+    for seed in range(3):
+        (output,) = llm.generate(["x"], asking(StructuredOutputs(**form), temperature=1.0, seed=seed), use_tqdm=False)
+        assert output.finish_reason == "stop"
+        assert {*re.findall(r'"(\w+)":', output.text)} <= {"x", "at"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"additionalProperties": {"type": "null"}},
+        {"additionalProperties": True},
+        {"required": ["x", "y"]},
+        {"minProperties": 2},
+        {"allOf": [{"properties": {"y": {"type": "null"}}, "required": ["y"]}]},
+        {"anyOf": [{"properties": {"y": {"type": "null"}}, "required": ["y"]}]},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_an_object_that_must_or_may_have_others_is_left_as_it_is(more: dict[str, Any]) -> None:
+    text = spaced(POINT | more, lenient=True)
+    assert {key: value for key, value in json.loads(text).items() if key != "x-guidance"} == POINT | more
+    assert '"additionalProperties"' not in spaced(POINT, lenient=False)
 
 
 def test_a_grammar_that_hits_a_limit_ends_its_own_request_alone(llm: LLM) -> None:

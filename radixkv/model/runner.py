@@ -1,4 +1,4 @@
-"""ModelRunner: a scheduler's batch in, one row of logits out for each sequence that samples.
+"""ModelRunner: a scheduler's batch in, one row of logits out for each sequence that samples, and log-probabilities of prompts.
 
 On CUDA, batches of decodes alone run through graphs captured for a few batch sizes; smaller batches are padded up to the next one.
 """
@@ -16,7 +16,11 @@ from torch import Tensor
 from radixkv.kernels import AttentionMetadata
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.llama import Llama
-from radixkv.scheduling.batch import Batch
+from radixkv.model.sampler import token_logprobs
+from radixkv.scheduling.batch import Batch, ScheduledSequence
+
+SCORED_AT_ONCE = 64
+"""Rows of logits at once: a prompt's would be gigabytes."""
 
 
 class Inputs(NamedTuple):
@@ -87,18 +91,35 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """float32 logits ``[n, vocab]``: a row for each sequence with ``samples``, in the batch's order.
 
-        Block copies are made first. Sequences whose last known token is not in the batch give no row.
+        Block copies are made first. Sequences whose last known token is not in the batch give no row.  Log-probabilities of prompt
+        tokens are added to the requests that want them.
         """
         if batch.copies:
             self.kv.copy(batch.copies)
         if not batch.sequences:
             return torch.empty(0, self.model.config.vocab_size, device=self.model.device)
         inputs = prepare_inputs(batch, self.kv.block_size)
+        if batch.scores_prompts:
+            hidden = self.model.forward(self._to_device(inputs.token_ids), self._metadata(inputs), self.kv)
+            for seq, start in zip(batch.sequences, inputs.query_start_loc.tolist(), strict=False):
+                self._score(seq, hidden[start : start + seq.num_tokens])
+            return self.model.logits(hidden[self._to_device(inputs.sampled_rows)])
         if self._graphs is not None and inputs.max_query_len == 1:
             logits = self._graphs.replay(inputs)
             return logits if len(inputs.sampled_rows) == len(logits) else logits[self._to_device(inputs.sampled_rows)]
         rows = self._to_device(inputs.sampled_rows) if len(inputs.sampled_rows) < len(inputs.token_ids) else None
         return self.model.logits(self.model.forward(self._to_device(inputs.token_ids), self._metadata(inputs), self.kv, rows))
+
+    def _score(self, seq: ScheduledSequence, hidden: Tensor) -> None:
+        """Add to the sequence's request what its rows ``[num_tokens, hidden]`` say of its prompt, a few at a time."""
+        request, scored = seq.request, seq.scored
+        for first in scored[::SCORED_AT_ONCE]:
+            tokens = request.tokens[first : min(first + SCORED_AT_ONCE, scored.stop)]
+            row = first - 1 - seq.start
+            logprobs = self.model.logits(hidden[row : row + len(tokens)]).log_softmax(-1)
+            counts = [request.params.prompt_logprobs or 0] * len(tokens)
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs += token_logprobs(logprobs, self._to_device(tokens.astype(np.int64)), counts)
 
     def _metadata(self, inputs: Inputs) -> AttentionMetadata:
         return AttentionMetadata(

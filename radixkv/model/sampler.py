@@ -49,13 +49,24 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> tuple[list[int], list
     token_ids = _finite(tokens, highest)
     logprobs: list[TokenLogprobs | None] = [None] * len(params)
     if raw_logprobs is not None:
-        chosen = raw_logprobs.gather(1, tokens[wants_logprobs].unsqueeze(1)).squeeze(1).tolist()
-        # Always as many: which of several equals topk lists could otherwise depend on what other requests ask for.
-        values, ids = raw_logprobs.topk(min(MAX_TOP_LOGPROBS, raw_logprobs.shape[1]))
-        for row, own, row_values, row_ids in zip(wants_logprobs, chosen, values.tolist(), ids.tolist(), strict=True):
-            best = sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            logprobs[row] = TokenLogprobs(token_ids[row], own, best[: params[row].logprobs])
+        found = token_logprobs(raw_logprobs, tokens[wants_logprobs], [params[row].logprobs or 0 for row in wants_logprobs])
+        for row, own in zip(wants_logprobs, found, strict=True):
+            logprobs[row] = own
     return token_ids, logprobs
+
+
+def token_logprobs(logprobs: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of log-probabilities ``[n, vocab]``, those of ``tokens`` ``[n]`` and the ``counts`` highest of each row."""
+    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    # Always as many: which of several equals topk lists could otherwise depend on what other requests ask for.
+    values, ids = logprobs.topk(min(MAX_TOP_LOGPROBS, logprobs.shape[1]))
+    found = []
+    for token_id, own, row_values, row_ids, count in zip(
+        tokens.tolist(), chosen, values.tolist(), ids.tolist(), counts, strict=True
+    ):
+        best = sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found.append(TokenLogprobs(token_id, own, best[:count]))
+    return found
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,14 @@ class ScheduledSequence(msgspec.Struct, gc=False):
         """Whether the chunk ends with the last known token, so that its logits choose the next one."""
         return self.start + self.num_tokens == self.request.num_tokens
 
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens whose log-probabilities are wanted from this chunk: each from the row before its own."""
+        known = self.request.prompt_logprobs
+        if known is None:
+            return range(0)
+        return range(max(self.start, len(known)) + 1, min(self.end + 1, self.request.num_prompt_tokens))
+
 
 @dataclass(slots=True)
 class Batch:
@@ -41,6 +49,8 @@ class Batch:
     copies: list[BlockCopy] = field(default_factory=list)
     tree_segments: NDArray[np.int32] | None = None
     """As :attr:`~radixkv.kernels.AttentionMetadata.tree_segments`; None where nothing is shared."""
+    scores_prompts: bool = False
+    """Whether a sequence may have :attr:`ScheduledSequence.scored` tokens."""
 
     def put_in_tree_order(self, cache: PrefixCache) -> None:
         """Make neighbours of sequences that share blocks, and note which blocks they share.  O(sequences) in most steps."""

@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probability of one sampled token, and the most probable alternatives, best first."""
+    """Log-probability of one token, and the most probable alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -44,6 +44,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prefill_seconds: float = 0.0
     """Of a request's first output: from its first step to its first token."""
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of a request's first output: those of all prompt tokens but the first, where ``params.prompt_logprobs`` asks for them."""
 
 
 class Request:
@@ -56,6 +58,7 @@ class Request:
     __slots__ = (
         "_buffer", "_read_only", "admission_time", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace",
         "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain",
+        "prompt_logprobs",
         "request_id", "retention", "stop_token_ids",
     )  # fmt: skip
 
@@ -103,6 +106,10 @@ class Request:
         """Prompt tokens found in the cache when the request was first admitted."""
         self.missed: dict[str, int] | None = None
         """Its other prompt tokens then, by reason; None where nobody asks why."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        """Of the second prompt token, the third, ... as far as computed; None where they are not wanted, or were put out."""
+        if params.prompt_logprobs is not None and not output_token_ids:
+            self.prompt_logprobs = []
         self.retention = retention
         self.num_preemptions = 0
         self.lease: Lease | None = None
@@ -123,6 +130,12 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    def first_to_compute(self, num_cached_tokens: int) -> int:
+        """Of its tokens, where the K/V of so many are there.  Log-probabilities of a prompt need more than its K/V."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens - 1:
+            return num_cached_tokens
+        return min(num_cached_tokens, len(self.prompt_logprobs))
 
     def extend(self, token_id: int) -> tuple[list[int], FinishReason | None]:
         """Add a sampled token, and those that the grammar then forces.  Returns them all, and why the last one is the last.

@@ -100,11 +100,13 @@ class Scheduler:
             self._leave_waiting(request)
             self.running.append(request)
             request.lease = lease
-            request.num_computed_tokens = lease.num_cached_tokens
+            start = request.num_computed_tokens = request.first_to_compute(lease.num_cached_tokens)
             if not request.num_preemptions:
-                request.num_cached_tokens = min(lease.num_cached_tokens, request.num_prompt_tokens)
+                request.num_cached_tokens = min(start, request.num_prompt_tokens)
                 request.missed = lease.missed
                 request.admission_time = time.monotonic()
+                if request.missed is not None and start < lease.num_cached_tokens:
+                    request.missed = {"logprobs": lease.num_cached_tokens - start} | request.missed
             budget -= self._schedule_chunk(batch, request, budget)
 
     def _leave_waiting(self, request: Request) -> None:
@@ -120,6 +122,7 @@ class Scheduler:
         chunk = min(budget, request.num_tokens - start)
         end = request.num_computed_tokens = start + chunk
         batch.sequences.append(ScheduledSequence(request, start, chunk))
+        batch.scores_prompts |= request.prompt_logprobs is not None
         self.cache.publish(request.lease, request.tokens, end, written=False)
         if end // size > start // size:
             self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)

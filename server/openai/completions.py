@@ -28,7 +28,7 @@ class CompletionWriter:
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": frontend.model}
 
     def whole(self, choices: list[Delta], usage: Usage) -> dict[str, Any]:
-        return self._object([self._choice(self._echo(delta)) for delta in self._best(choices)]) | {"usage": usage_json(usage)}
+        return self._object([self._choice(self._echo(delta)) for delta in self._best(choices)]) | {"usage": self._usage(usage)}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         delta = self._echo(delta)
@@ -37,7 +37,10 @@ class CompletionWriter:
         return []
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._object([]) | {"usage": usage_json(usage)}
+        return self._object([]) | {"usage": self._usage(usage)}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return usage_json(replace(usage, completion_tokens=0) if self._request.only_echo else usage)
 
     def _best(self, choices: list[Delta]) -> list[Delta]:
         """Of each prompt's choices the ``n`` best, numbered anew."""
@@ -51,6 +54,8 @@ class CompletionWriter:
 
     def _echo(self, delta: Delta) -> Delta:
         """With the prompt before it, where that is wanted and this is the choice's first."""
+        if self._request.only_echo:
+            delta = replace(delta, text="", token_ids=[], logprobs=delta.logprobs and [], finish_reason="length")
         if not self._request.echo or delta.index in self._echoed:
             return delta
         self._echoed.add(delta.index)
@@ -81,13 +86,19 @@ class CompletionLogprobs:
         if delta.logprobs is None:
             return None
         name = self._frontend.token_text
+        first = (delta.prompt_token_ids or [])[:1]
+        """Of an echoed prompt; nothing comes before it, so it has no probability."""
+        known = [*(delta.prompt_logprobs or ()), *delta.logprobs]
+        token_ids = [*first, *(token.token_id for token in known)]
         offsets = []
-        for token in delta.logprobs:
+        for token_id in token_ids:
             offsets.append(self._offset)
-            self._offset += len(self._detokenizer.feed([token.token_id]))
+            self._offset += len(self._detokenizer.feed([token_id]))
+        nothing: list[None] = [None] * len(first)
+        tops = [{name(id): max(logprob, LOWEST_LOGPROB) for id, logprob in token.top} for token in known]
         return {
-            "tokens": [name(token.token_id) for token in delta.logprobs],
-            "token_logprobs": [max(token.logprob, LOWEST_LOGPROB) for token in delta.logprobs],
-            "top_logprobs": [{name(id): max(logprob, LOWEST_LOGPROB) for id, logprob in token.top} for token in delta.logprobs],
+            "tokens": [name(token_id) for token_id in token_ids],
+            "token_logprobs": [*nothing, *(max(token.logprob, LOWEST_LOGPROB) for token in known)],
+            "top_logprobs": [*nothing, *tops],
             "text_offset": offsets,
         }

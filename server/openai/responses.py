@@ -13,7 +13,7 @@ import msgspec
 
 from radixkv.server.errors import InvalidRequest
 from radixkv.server.frontend import Frontend
-from radixkv.server.messages import ChatMessage, Delta, FunctionCall, ToolCall, Usage
+from radixkv.server.messages import ChatMessage, Delta, Function, FunctionCall, ToolCall, Usage
 from radixkv.server.openai.chat import chat_logprobs
 from radixkv.server.openai.schema import (
     AllowedFunctions,
@@ -29,7 +29,7 @@ from radixkv.server.openai.schema import (
     StreamOptions,
     TextFormat,
 )
-from radixkv.server.tools import CallParser, CallPart, Function
+from radixkv.server.tools import CallParser, CallPart
 from radixkv.structured_outputs import StructuredOutputs
 
 # --- requests ----------------------------------------------------------------------------------------------------------------
@@ -122,6 +122,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int | None = None
     top_k: int = 0
     min_p: float = 0.0
+    ignore_eos: bool = False
     namespace: str = ""
     cache_salt: str | None = None
     retention: RetentionField | None = None
@@ -135,8 +136,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise InvalidRequest(
                 "top_logprobs must be left out unless include has message.output_text.logprobs", param="top_logprobs"
             )
-        if self.stream_options is not None and self.stream_options.include_usage:
-            raise InvalidRequest("stream_options.include_usage is no field here: usage comes anyway", param="stream_options")
+        options = self.stream_options or StreamOptions()
+        if options.include_usage or options.continuous_usage_stats:
+            raise InvalidRequest("stream_options must not ask for usage here: it comes at the end anyway", param="stream_options")
         form = self.text.format
         choice = self.tool_choice
         return ChatRequest(
@@ -148,6 +150,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             seed=self.seed,
             top_k=self.top_k,
             min_p=self.min_p,
+            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             top_logprobs=self.top_logprobs,
             stream=self.stream,

@@ -9,8 +9,6 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -20,10 +18,10 @@ from radixkv.sampling_params import SamplingParams
 from radixkv.server.access import Caller
 from radixkv.server.errors import Forbidden, InvalidRequest
 from radixkv.server.frontend import MAX_N, Prompt
-from radixkv.server.messages import ChatMessage
+from radixkv.server.messages import ChatMessage, Function
 from radixkv.server.openai.depth import check_depth
 from radixkv.server.openai.fields import drop_unneeded
-from radixkv.server.tools import END, Function, ToolUse, tool_use
+from radixkv.server.tools import ToolUse, tool_use
 from radixkv.structured_outputs import StructuredOutputs
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -35,6 +33,8 @@ DEFAULT_CHAT_TOKENS = 1024
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+    """Usage so far in every chunk: an extension, as in vLLM, that load generators count tokens by."""
 
     def __post_init__(self) -> None:
         if self.include_obfuscation:
@@ -88,10 +88,11 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return "salt-" + hashlib.sha256(self.cache_salt.encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
-    def include_usage(self) -> bool:
+    def usage_chunks(self) -> StreamOptions:
+        """Which chunks of a stream say the usage."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options must be left out unless stream is true", param="stream_options")
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options or StreamOptions()
 
     @property
     def cache_retention(self) -> Retention | None:
@@ -127,7 +128,7 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
     best_of: int | None = None
     """Generate this many choices, and answer with the ``n`` whose tokens have the highest mean log-probability."""
     echo: bool = False
-    """Put the prompt before the text."""
+    """Put the prompt before the text, and its tokens' log-probabilities before those of the text's."""
 
     @property
     def num_choices(self) -> int:
@@ -154,14 +155,15 @@ class CompletionRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def sampling_params(self) -> SamplingParams:
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo must be false where logprobs is given: a cached prompt is not computed again, so its tokens have none",
-                param="echo",
-            )
         logprobs = 0 if self.logprobs is None and self.num_choices > self.n else self.logprobs
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling(max_tokens, logprobs, self.structured_outputs)
+        params = self._sampling(1 if self.only_echo else max_tokens, logprobs, self.structured_outputs)
+        return msgspec.structs.replace(params, prompt_logprobs=self.logprobs) if self.echo else params
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompt is all that is wanted.  The engine gives one token with it, which the writer leaves out."""
+        return self.echo and self.max_tokens == 0
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -253,7 +255,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise InvalidRequest(
                 "structured_outputs must be left out where response_format or tools are given", param="structured_outputs"
             )
-        return wanted if self.tool_use is None else self.tool_use.outputs(wanted)
+        return wanted
 
     @property
     def token_limit(self) -> int | None:
@@ -265,9 +267,7 @@ class ChatRequest(_Request, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise InvalidRequest("top_logprobs must be left out unless logprobs is true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         params = self._sampling(DEFAULT_CHAT_TOKENS if self.token_limit is None else self.token_limit, logprobs, self._outputs)
-        if self.tool_use is not None and not self.tool_use.parallel and params.structured_outputs is None:
-            return msgspec.structs.replace(params, stop=(*params.stop, END))  # what follows a call would be another one
-        return params
+        return params if self.tool_use is None else self.tool_use.shaped(params)
 
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -353,18 +353,6 @@ def _invalid(text: str) -> InvalidRequest:
         place = f"{place}.{missing[1]}" if place else missing[1]
         return InvalidRequest(f"{place} is required", param=place)
     return InvalidRequest(f"{place or 'body'}: {reason}", param=place or None)
-
-
-@contextmanager
-def renaming(fields: dict[str, str]) -> Iterator[None]:
-    """Where a field is refused that came from another one, name that."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = fields.get(error.param or "", error.param)
-        if name is None or name == error.param:
-            raise
-        raise InvalidRequest(error.message.replace(error.param or "", name, 1), param=name) from None
 
 
 def _token_id(key: str) -> int:

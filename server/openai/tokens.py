@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         frontend.check_model(self.model)
         raw = b"".join(map(frontend.token_bytes.raw, frontend.check_tokens(self.tokens, "tokens")))
         return {"prompt": raw.decode(errors="replace")}
+
+
+def tokenizer_info(frontend: Frontend) -> dict[str, Any]:
+    """What a client needs to know to count as the model does, as in a ``tokenizer_config.json``."""
+    tokenizer = frontend.tokenizer
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "chat_template": tokenizer.chat_template,
+    }

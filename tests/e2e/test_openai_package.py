@@ -164,6 +164,20 @@ def test_responses_are_parsed_and_call_tools(openai: OpenAI) -> None:
     assert more.output_text
 
 
+def test_an_echoed_text_has_the_logprobs_that_it_was_given_when_it_was_generated(openai: OpenAI) -> None:
+    request: dict[str, Any] = {"model": MODEL, "temperature": 0, "logprobs": 2}
+    prompt = "The capital of France is"
+    answer = openai.completions.create(prompt=prompt, max_tokens=12, **request).choices[0]
+    echo = openai.completions.create(prompt=prompt + answer.text, echo=True, max_tokens=0, **request).choices[0]
+    assert echo.text == prompt + answer.text
+    for logprobs in (answer.logprobs, echo.logprobs):
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+    generated, echoed = answer.logprobs.token_logprobs, echo.logprobs.token_logprobs  # type: ignore[union-attr]
+    assert echoed[0] is None  # type: ignore[index]
+    assert echoed[-12:] == pytest.approx(generated, abs=1e-4)  # type: ignore[index]
+
+
 def test_usage_says_what_was_cached_and_why_the_rest_was_not(openai: OpenAI) -> None:
     messages: list[Any] = [{"role": "system", "content": "You count sheep. " * 30}, {"role": "user", "content": "Begin."}]
     request: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "temperature": 0}

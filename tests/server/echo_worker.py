@@ -21,7 +21,7 @@ STEP_SECONDS = 0.002
 
 
 class EchoEngine:
-    """Output token ``i`` is prompt token ``(i + seed) mod length``; its log-probability is ``-i``.
+    """Output token ``i`` is prompt token ``(i + seed) mod length``; its log-probability is ``-i``, prompt token ``i`` has ``-i/8``.
 
     A prompt seen before in the same namespace counts as cached but for its last token.  Blocks are only counted.
 
@@ -92,6 +92,7 @@ class EchoEngine:
                     request_id=request_id,
                     token_ids=[token],
                     logprobs=None if params.logprobs is None else [TokenLogprobs(token, -float(count), top)],
+                    prompt_logprobs=self._prompt_logprobs(prompt, params) if count == self._begun[request_id] == 0 else None,
                     finish_reason="length" if finished else None,
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=cached,
@@ -103,6 +104,12 @@ class EchoEngine:
             else:
                 self._running[request_id] = (prompt, params, count + 1, cached)
         return outputs
+
+    @staticmethod
+    def _prompt_logprobs(prompt: list[int], params: SamplingParams) -> list[TokenLogprobs] | None:
+        if params.prompt_logprobs is None:
+            return None
+        return [TokenLogprobs(token, -i / 8, [(0, 0.0)][: params.prompt_logprobs]) for i, token in enumerate(prompt) if i]
 
     def _misbehave(self, prompt: list[int], count: int, since: int) -> None:
         match prompt:

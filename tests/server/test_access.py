@@ -130,7 +130,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 ROUTES = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
-          ("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
+          ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
           ("GET", "/metrics"), ("GET", "/report"), ("POST", "/reset_prefix_cache")]  # fmt: skip
 
 

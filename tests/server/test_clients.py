@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ import pytest
 import zmq
 
 from radixkv.sampling_params import SamplingParams
-from radixkv.server.client import AsyncClient, AsyncStream, Client, Stream
-from radixkv.server.errors import ServerError, Unavailable
+from radixkv.server.client import AsyncClient, AsyncStream, Client, Options, Stream
+from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnknownModel, UnsupportedVersion
 from radixkv.server.messages import HEADER
 
 USAGE = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
 LONG = SamplingParams(max_tokens=2000)
+SHORT = SamplingParams(max_tokens=6)
 
 
 class FakeServer:
@@ -30,18 +32,21 @@ class FakeServer:
         self._socket = socket
         self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._client = b""
+        self.request: dict[str, Any] = {}
+        """As it came last."""
 
     def take(self) -> str:
         """The next request's id."""
         assert self._socket.poll(5000), "no request"
         self._client, _, body = self._socket.recv_multipart()
-        return str(msgspec.msgpack.decode(body)["id"])
+        self.request = msgspec.msgpack.decode(body)
+        return str(self.request["id"])
 
     def say(self, type: str, **fields: object) -> None:
         self.say_bytes(msgspec.msgpack.encode({"type": type, **fields}))
 
-    def say_bytes(self, body: bytes) -> None:
-        self._socket.send_multipart([self._client, HEADER, body])
+    def say_bytes(self, body: bytes, header: bytes = HEADER) -> None:
+        self._socket.send_multipart([self._client, header, body])
 
     def answer(self, id: str) -> None:
         self.say("chunk", id=id, delta={"index": 0, "text": "a", "token_ids": [1], "finish_reason": "length"})
@@ -62,8 +67,11 @@ class Blocking:
     def __init__(self, endpoint: str) -> None:
         self._client = Client(endpoint, timeout=30)
 
-    def stream(self, prompt: str) -> Any:
-        return self._client.stream(prompt, LONG)
+    def stream(self, prompt: str, params: SamplingParams = LONG, **fields: Any) -> Any:
+        return self._client.stream(prompt, params, **fields)
+
+    def info(self) -> Any:
+        return self._client.info()
 
     def text(self, stream: Stream) -> str:
         return "".join(delta.text for delta in stream)
@@ -83,11 +91,14 @@ class OnALoop:
     async def _opened(endpoint: str) -> AsyncClient:
         return await AsyncClient(endpoint, timeout=30).__aenter__()
 
-    def stream(self, prompt: str) -> Any:
+    def stream(self, prompt: str, params: SamplingParams = LONG, **fields: Any) -> Any:
         async def start() -> AsyncStream:
-            return self._client.stream(prompt, LONG)
+            return self._client.stream(prompt, params, **fields)
 
         return self._runner.run(start())
+
+    def info(self) -> Any:
+        return self._runner.run(self._client.info())
 
     def text(self, stream: AsyncStream) -> str:
         async def read() -> str:
@@ -98,6 +109,10 @@ class OnALoop:
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
+
+
+def zmq_endpoint(server: Any) -> str:
+    return next(word for word in server.log.split() if word.startswith("tcp://"))
 
 
 @pytest.fixture(params=[Blocking, OnALoop])
@@ -171,7 +186,6 @@ def test_a_request_that_is_still_on_its_way_is_not_taken_for_lost(client: Any, f
 def test_a_request_open_while_the_server_is_killed_and_started_again_fails_though_others_are_served(
     kind: Any, start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.server.client.SILENCE_SECONDS", 2.0)
     endpoint = f"ipc://{tmp_path}/door"
     server = start_server(zmq=endpoint).wait_ready()
     with contextlib.closing(kind(endpoint)) as client:
@@ -179,9 +193,108 @@ def test_a_request_open_while_the_server_is_killed_and_started_again_fails_thoug
         while server.report()["running"] != 1:
             time.sleep(0.01)
         server.kill()
+        meanwhile = client.stream("mno", SHORT)
         server = start_server(zmq=endpoint).wait_ready()
-        other = client.stream("xyz")
+        assert client.text(meanwhile) == "mnomno"
+        other = client.stream("xyz", SHORT)
+        monkeypatch.setattr("radixkv.server.client.SILENCE_SECONDS", 1.0)
         with pytest.raises(Unavailable, match="no sign of life"):
             client.text(lost)
-        assert server.report()["running"] == 1
-        assert client.text(other).startswith("xyzxyz")
+        assert client.text(other) == "xyzxyz"
+        server.wait_idle()
+
+
+class Wire:
+    """A TCP connection to ``port`` through which bytes go until it is cut, when neither end hears of it."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._target = port
+        self.cut = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        self._listener.close()
+        far = socket.create_connection(("127.0.0.1", self._target))
+        for source, sink in ((near, far), (far, near)):
+            threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self.cut.is_set():
+                    sink.sendall(data)
+
+
+def test_a_connection_whose_other_end_has_vanished_is_made_anew(
+    kind: Any, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.server.client.HEARTBEAT_MS", 100)
+    wire = Wire(int(fake.endpoint.rpartition(":")[2]))
+    with contextlib.closing(kind(f"tcp://127.0.0.1:{wire.port}")) as client:
+        first = client.stream("x")
+        fake.answer(fake.take())
+        assert client.text(first) == "a"
+        wire.cut.set()
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.bind(f"tcp://127.0.0.1:{wire.port}")  # what comes in its place
+            replacement = FakeServer(router)
+            time.sleep(0.5)
+            later = client.stream("y")
+            if not router.poll(2000):  # what was on its way when the line was cut is lost
+                later = client.stream("z")
+            replacement.answer(replacement.take())
+            assert client.text(later) == "a"
+
+
+@pytest.mark.parametrize("version", [b"radixkv/0", b"radixkv/2"])
+def test_a_client_of_another_version_is_told_both_versions(
+    kind: Any, server: Any, monkeypatch: pytest.MonkeyPatch, version: bytes
+) -> None:
+    monkeypatch.setattr("radixkv.server.messages.HEADER", version)
+    with contextlib.closing(kind(zmq_endpoint(server))) as client:
+        with pytest.raises(UnsupportedVersion, match=rf"radixkv/1 is spoken here.*the message is {version.decode()}"):
+            client.info()
+        monkeypatch.undo()
+        assert client.info().versions == ["radixkv/1"]
+
+
+def test_a_server_of_another_version_is_named_with_both_versions(client: Any, fake: FakeServer) -> None:
+    stream = client.stream("x")
+    body = {"type": "failed", "id": fake.take(), "kind": "unsupported_version", "message": "only radixkv/2", "more": 1}
+    fake.say_bytes(msgspec.msgpack.encode(body), b"radixkv/2")
+    with pytest.raises(UnsupportedVersion, match="only radixkv/2"):
+        client.text(stream)
+    fake.take()  # the client cancels it
+    stream = client.stream("x")
+    fake.say_bytes(msgspec.msgpack.encode({"type": "piece", "id": fake.take()}), b"radixkv/2")
+    with pytest.raises(UnsupportedVersion, match=r"radixkv/1 is spoken here.*the message is radixkv/2"):
+        client.text(stream)
+
+
+def test_a_request_carries_every_field_and_no_default(client: Any, fake: FakeServer) -> None:
+    client.stream("x")
+    fake.take()
+    assert fake.request == {"type": "submit", "id": fake.request["id"], "prompt": "x", "params": {"max_tokens": 2000}}
+    options = {"n": 2, "namespace": "a", "model": "m", "retention": [2, 60.0], "tools": [{"name": "now"}], "tool_choice": "now",
+               "parallel_tool_calls": False}  # fmt: skip
+    assert options.keys() == Options.__annotations__.keys()
+    client.stream([{"role": "user", "content": "x"}], **options)
+    fake.take()
+    assert options.items() <= fake.request.items()
+    with pytest.raises(TypeError, match="'namespaces' is no option of a request"):
+        client.stream("x", namespaces="a")
+
+
+def test_a_bad_retention_or_model_is_refused_by_name(kind: Any, server: Any) -> None:
+    with contextlib.closing(kind(zmq_endpoint(server))) as client:
+        with pytest.raises(InvalidRequest, match="retention: Expected `array` of length 2, got 1"):
+            client.stream("x", retention=(1,))
+        with pytest.raises(InvalidRequest, match=r"retention\.priority must be an integer from 1 to 100"):
+            client.text(client.stream("x", retention=(0, 60)))
+        with pytest.raises(UnknownModel, match="gpt-5"):
+            client.text(client.stream("x", model="gpt-5"))
+        assert client.text(client.stream("x", SHORT, retention=(1, 60), namespace="kept")) == "xxxxxx"

@@ -64,7 +64,8 @@ def broken(encoded: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 FIELDS = ("model", "prompt", "messages", "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
           "logit_bias", "stream", "stream_options", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
-          "namespace", "cache_salt", "logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "user")  # fmt: skip
+          "namespace", "cache_salt", "logprobs", "prompt_logprobs", "top_logprobs", "echo", "best_of", "suffix",
+          "tools", "user")  # fmt: skip
 LIMITS = st.sampled_from([1, 1, 1, 2, 0, 2**31, 2**63, 10**30, 1.5, "1"])  # never none: a chat would go on for a thousand tokens
 COMPLETIONS = mutated(st.fixed_dictionaries({"prompt": PROMPTS, "max_tokens": LIMITS}), FIELDS)
 CHATS = mutated(st.fixed_dictionaries({"messages": MESSAGES, "max_tokens": LIMITS}), FIELDS)
@@ -87,10 +88,12 @@ PARAMS = st.just({"max_tokens": 1}) | st.dictionaries(st.sampled_from(FIELDS), P
 SUBMITS = mutated(
     st.fixed_dictionaries({"type": st.just("submit"), "id": IDS, "prompt": PROMPTS, "params": PARAMS})
     | st.fixed_dictionaries({"type": st.just("submit"), "id": IDS, "messages": MESSAGES, "params": PARAMS}),
-    ("n", "namespace", "model", "prompt", "messages", "id", "surprise"),
+    ("n", "namespace", "model", "prompt", "messages", "id", "tools", "tool_choice", "parallel_tool_calls", "retention", "surprise"),
 )
 OTHERS = mutated(
-    st.fixed_dictionaries({"type": st.sampled_from(["cancel", "get_stats", "reset_cache", "generate", "chunk", ""]), "id": IDS}),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["cancel", "get_info", "get_stats", "reset_cache", "generate", "chunk", ""]), "id": IDS}
+    ),
     ("id", "type", "surprise"),
 )
 

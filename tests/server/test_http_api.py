@@ -71,6 +71,17 @@ def test_streamed_text_is_the_text_not_streamed_and_no_delta_splits_a_character(
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_usage_so_far_is_in_every_chunk_if_asked_for(http: httpx.Client, path: str) -> None:
+    prompt = {"prompt": "abc"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = prompt | {"max_tokens": 20, "stream": True, "stream_options": options}
+    lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line.startswith("data: {")]
+    counts = [json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"] for line in lines]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 20
+
+
 def test_a_streamed_chat_names_its_role_once_and_adds_up(openai: OpenAI) -> None:
     request: dict[str, Any] = {
         "model": openai.models.list().data[0].id,
@@ -173,6 +184,29 @@ def test_echo_puts_each_prompt_before_its_choices(http: httpx.Client, tokens: An
         assert texts == ["abc 🙂ab", "abc 🙂ab", "xyzxy", "xyzxy"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echoed_prompts_tokens_have_logprobs_but_for_the_first(http: httpx.Client, stream: bool, max_tokens: int) -> None:
+    body = {"prompt": "abc", "max_tokens": max_tokens, "echo": True, "logprobs": 1, "stream": stream}
+    response = http.post("/v1/completions", json=body | ({"stream_options": {"include_usage": True}} if stream else {}))
+    text, parts, usage, reason = "", [], None, None
+    for chunk in events(response) if stream else [response.json()]:
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            text += choice["text"]
+            parts.append(choice["logprobs"])
+            reason = choice["finish_reason"] or reason
+    logprobs = {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
+    assert text == "abcab"[: 3 + max_tokens]
+    assert logprobs["tokens"] == [*text]
+    assert logprobs["token_logprobs"] == [None, -0.125, -0.25, 0.0, -1.0][: 3 + max_tokens]
+    assert logprobs["top_logprobs"][:3] == [None, {"<|endoftext|>": 0.0}, {"<|endoftext|>": 0.0}]
+    assert logprobs["text_offset"] == [*range(3 + max_tokens)]
+    assert usage is not None
+    assert usage["completion_tokens"] == max_tokens
+    assert reason == "length"
+
+
 def test_best_of_answers_with_the_choices_of_the_highest_mean_logprob(http: httpx.Client, tokens: Any) -> None:
     # The echo engine's log-probabilities fall with the length, so a choice that a stop string ends early is among the best.
     count = len(tokens("abcdef"))
@@ -238,7 +272,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": "x", "best_of": 1, "n": 2}, "best_of", "between n, which is 2, and 128"),
     ("completions", {"prompt": "x", "best_of": 129}, "best_of", "between n, which is 1, and 128"),
     ("completions", {"prompt": "x", "best_of": 2, "stream": True}, "best_of", "n where stream is true"),
-    ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo", "false where logprobs is given"),
+    ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ("completions", {"prompt": "x", "echo": True, "logprobs": 21}, "logprobs", "between 0 and 20"),
     ("completions", {"prompt": [-1], "echo": True}, "prompt", "from 0 to 319"),
     ("completions", {"prompt": "x", "suffix": "y"}, "suffix", "must be left out"),
     ("completions", {"prompt": "\ud800"}, "", "body must be valid Unicode"),

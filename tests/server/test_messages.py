@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput, TokenLogprobs
-from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, error_of
+from radixkv.server.errors import InvalidRequest, ServerError, Unavailable, UnsupportedVersion, error_of
 from radixkv.server.messages import (
     HEADER,
     Abort,
@@ -142,7 +142,7 @@ def test_what_a_newer_server_adds_to_an_answer_is_ignored(union: Any, message: M
 
 
 def test_a_message_of_another_version_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="radixkv/1"):
+    with pytest.raises(UnsupportedVersion, match=r"radixkv/1 is spoken here, by radixkv [0-9.]+, and the message is radixkv/2"):
         PARSERS[0]([b"radixkv/2", msgspec.msgpack.encode({"type": "get_stats", "id": "1"})])
 
 

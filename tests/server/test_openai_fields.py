@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 import pytest
-from openai.types import completion_create_params
+from openai.types import chat, completion_create_params, responses
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionDeveloperMessageParam,
@@ -22,10 +22,32 @@ from openai.types.shared_params import FunctionDefinition
 from openai.types.shared_params.response_format_json_schema import JSONSchema
 
 from radixkv.server.errors import InvalidRequest
-from radixkv.server.messages import ChatMessage
+from radixkv.server.messages import ChatMessage, TextPart, ToolCall
 from radixkv.server.openai.fields import ONLY, REFUSED, TAKEN
-from radixkv.server.openai.responses import ResponsesRequest
-from radixkv.server.openai.schema import ChatRequest, CompletionRequest, JsonSchema, StreamOptions, parse
+from radixkv.server.openai.responses import (
+    CallItem,
+    CallOutputItem,
+    ChosenFunction,
+    ChosenFunctions,
+    InputText,
+    MessageItem,
+    OutputText,
+    ResponseFunction,
+    ResponseSchema,
+    ResponsesRequest,
+    TextOptions,
+)
+from radixkv.server.openai.schema import (
+    AllowedFunctions,
+    ChatRequest,
+    CompletionRequest,
+    FunctionNames,
+    FunctionTool,
+    JsonSchema,
+    NamedFunction,
+    StreamOptions,
+    parse,
+)
 from radixkv.server.tools import Function
 
 STREAMED = "CreateParamsStreaming", "CreateParamsNonStreaming"
@@ -78,9 +100,28 @@ MEMBERS: list[tuple[type[msgspec.Struct], Any, set[str]]] = [
     (ChatMessage, ChatCompletionDeveloperMessageParam, set()),
     (ChatMessage, ChatCompletionToolMessageParam, set()),
     (ChatMessage, ChatCompletionAssistantMessageParam, {"audio", "function_call", "refusal"}),
+    (TextPart, chat.ChatCompletionContentPartTextParam, {"prompt_cache_breakpoint"}),
+    (ToolCall, chat.ChatCompletionMessageFunctionToolCallParam, set()),
+    (FunctionTool, chat.ChatCompletionFunctionToolParam, set()),
+    (NamedFunction, chat.ChatCompletionNamedToolChoiceParam, set()),
+    (AllowedFunctions, chat.ChatCompletionAllowedToolChoiceParam, set()),
+    (FunctionNames, chat.ChatCompletionAllowedToolsParam, set()),
+    (StreamOptions, response_create_params.StreamOptions, set()),
+    (InputText, responses.ResponseInputTextParam, {"prompt_cache_breakpoint"}),
+    (OutputText, responses.response_output_text_param.ResponseOutputTextParam, set()),
+    (MessageItem, responses.EasyInputMessageParam, set()),
+    (MessageItem, responses.ResponseOutputMessageParam, set()),
+    (CallItem, responses.ResponseFunctionToolCallParam, {"async", "caller", "namespace"}),
+    (CallOutputItem, responses.response_input_param.FunctionCallOutput, {"name", "caller", "namespace"}),
+    (ResponseFunction, responses.FunctionToolParam, {"async", "defer_loading", "output_schema", "allowed_callers"}),
+    (ResponseSchema, responses.ResponseFormatTextJSONSchemaConfigParam, set()),
+    (TextOptions, responses.ResponseTextConfigParam, set()),
+    (ChosenFunction, responses.ToolChoiceFunctionParam, set()),
+    (ChosenFunctions, responses.ToolChoiceAllowedParam, set()),
 ]
 
 
 @pytest.mark.parametrize(("struct", "reference", "refused"), MEMBERS, ids=lambda value: getattr(value, "__name__", ""))
 def test_so_is_each_member_of_the_objects_within(struct: type[msgspec.Struct], reference: Any, refused: set[str]) -> None:
-    assert {*get_type_hints(reference)} - {*struct.__struct_fields__} == refused
+    # The member that says which type of object it is, is msgspec's.
+    assert {*get_type_hints(reference)} - {*struct.__struct_fields__, struct.__struct_config__.tag_field} == refused

@@ -121,7 +121,7 @@ def test_sampling_fields_reach_the_engine_under_their_names() -> None:
     assert msgspec.structs.asdict(params) == {
         "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.1,
         "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": -5, "stop": ("end",), "logprobs": 3, "stop_token_ids": (4,),
-        "ignore_eos": True, "logit_bias": {12: -1.5}, "structured_outputs": None,
+        "ignore_eos": True, "logit_bias": {12: -1.5}, "structured_outputs": None, "prompt_logprobs": None,
     }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_no_body_raises_anything_but_an_invalid_request(fields: dict[str, Any]) 
             request: Any = parse(body, kind)
             if isinstance(request, ResponsesRequest):
                 request = request.chat
-            _ = request.sampling_params, request.cache_namespace(ANYONE), request.include_usage
+            _ = request.sampling_params, request.cache_namespace(ANYONE), request.usage_chunks
             if isinstance(request, CompletionRequest):
                 _ = request.prompts
         except InvalidRequest as error:

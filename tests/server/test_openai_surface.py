@@ -142,6 +142,9 @@ def test_text_becomes_tokens_and_text_again(http: httpx.Client, tiny_model_tools
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 2048
     assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    info = http.get("/tokenizer_info").json()
+    assert info["eos_token"].startswith("<|im_end")
+    assert "<|im_start|>" in info["chat_template"]
 
 
 def test_a_chat_is_tokenised_as_it_is_answered(http: httpx.Client) -> None:

@@ -75,6 +75,41 @@ def test_token_ids_and_chats_are_taken_too(client: Client) -> None:
     assert answer.text.startswith("user\nhi")
 
 
+NOW: dict[str, Any] = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "required", "now"])
+def test_a_chat_is_told_of_its_tools_and_what_it_calls_is_found(client: Client, choice: str) -> None:
+    messages = [{"role": "user", "content": f"a{CALL}b"}]
+    (answer,) = client.generate(messages, SamplingParams(max_tokens=300), tools=[NOW], tool_choice=choice).choices
+    assert ('{"type": "function", "function": {"name": "now"' in answer.text) is (choice != "none")
+    text, calls = answer.without_calls()
+    assert CALL not in text
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("now", "{}")] * answer.text.count(CALL)
+    turns = [*messages, {"role": "assistant", "content": text, "tool_calls": calls},
+             *({"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in calls)]  # fmt: skip
+    assert client.generate(turns, SamplingParams(max_tokens=500)).text.count("<tool_response>\nnoon") >= bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "param"),
+    [
+        ("x", {"tools": [NOW]}, "tools"),
+        ([{"role": "user", "content": "x"}], {"tools": [NOW], "tool_choice": "later"}, "tool_choice"),
+        ([{"role": "user", "content": "x"}], {"tools": [NOW, NOW]}, "tools"),
+        ([{"role": "user", "content": "x"}], {"tools": [{"name": "no spaces"}]}, "tools"),
+        ([{"role": "user", "content": "x"}], {"tools": [NOW | {"strict": True, "parameters": {"type": "x"}}]}, "tools"),
+        ([{"role": "user", "content": "x"}], {"tool_choice": "required"}, "tool_choice"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_bad_tools_are_refused_by_name(client: Client, prompt: Any, options: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate(prompt, **options)
+    assert caught.value.param == param
+
+
 def test_n_and_stop_strings_work_as_over_http(client: Client) -> None:
     answer = client.generate("abcdefgh", SamplingParams(max_tokens=500, seed=0, stop=("ef",)), n=2)
     assert [choice.text for choice in answer.choices] == ["abcd", "bcd"]
@@ -225,7 +260,7 @@ def test_an_unknown_model_is_refused(dealer: zmq.Socket[bytes]) -> None:
         ([HEADER, msgspec.msgpack.encode({"type": "submit", "id": "", "prompt": "x"})], ""),
         ([HEADER, msgspec.msgpack.encode({"type": "submit", "id": "11", "prompt": b"\xff"})], "11"),
         ([HEADER, b"\x83\xa4type\xa6submit\xa2id\xa212\xa6prompt\xa2\xff\xfe"], ""),
-        ([b"radixkv/9", msgspec.msgpack.encode({"type": "get_stats", "id": "13"})], "13"),
+        ([b"radixkv/", msgspec.msgpack.encode({"type": "get_stats", "id": "13"})], "13"),
     ],
 )
 def test_a_message_that_makes_no_sense_gets_an_error_reply(dealer: zmq.Socket[bytes], parts: list[bytes], id: str) -> None:
