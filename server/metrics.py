@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from radixkv.server.worker_stats import merged
 
 MAX_NAMESPACES = 100
 """Namespaces that get a label of their own; later ones share ``_other``, so that clients can't grow the metrics without bound."""
@@ -43,13 +46,23 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.kv_cache_usage = gauge("kv_cache_usage_perc", "Part of the KV blocks that running requests hold; 1 is all.")
         self.kv_blocks_cached = gauge("kv_blocks_cached", "KV blocks of cached prefixes that no running request uses.")
-        self.up = gauge("engine_up", "1 while the engine process is ready.")
+        self.up = gauge("engine_up", "1 while an engine process is ready.")
+        self.of_worker = {
+            stat: Gauge(f"radixkv_{name}", text, ["worker"], registry=registry)
+            for stat, name, text in (
+                ("running", "worker_requests_running", "Requests in one worker's running batch."),
+                ("waiting", "worker_requests_waiting", "Requests in one worker's queue."),
+                ("blocks_locked", "worker_kv_blocks_locked", "KV blocks that one worker's running requests hold."),
+                ("blocks_cached", "worker_kv_blocks_cached", "KV blocks of one worker's cached prefixes that nobody uses."),
+            )
+        }
+        """By worker that is ready; the gauges without that label are of all together."""
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
         )
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between two tokens of a request.", _TOKEN_SECONDS)
         self.e2e_latency = histogram("e2e_request_latency_seconds", "From a request's arrival to its last token.", _REQUEST_SECONDS)
-        self._preemptions_seen = 0
+        self._preemptions_seen: dict[int, int] = {}
 
     def began(self, namespace: str, prompt_tokens: int, cached_tokens: int) -> None:
         """A request's prompt was looked up in the cache."""
@@ -66,15 +79,21 @@ class Metrics:
         for of_the_engine in (self.running, self.kv_cache_usage, self.kv_blocks_cached):
             of_the_engine.set(0)
 
-    def render(self, stats: dict[str, Any] | None) -> bytes:
-        """The text that Prometheus reads; ``stats`` is the engine's, or None while there is no engine."""
-        self.up.set(stats is not None)
-        if stats is not None:
+    def render(self, workers: Mapping[int, dict[str, Any]]) -> bytes:
+        """The text that Prometheus reads; ``workers`` is the engine's stats of each worker that is ready."""
+        self.up.set(bool(workers))
+        for gauge in self.of_worker.values():
+            gauge.clear()
+        for index, stats in workers.items():
+            for name, gauge in self.of_worker.items():
+                gauge.labels(index).set(stats[name])
+            # The engine counts from zero again after a restart.
+            self.preemptions.inc(max(0, stats["preemptions"] - self._preemptions_seen.get(index, 0)))
+            self._preemptions_seen[index] = stats["preemptions"]
+        if workers:
+            stats = merged(workers)
             self.running.set(stats["running"])
             self.waiting.set(stats["waiting"])
             self.kv_cache_usage.set(stats["blocks_locked"] / stats["blocks_total"])
             self.kv_blocks_cached.set(stats["blocks_cached"])
-            # The engine counts from zero again after a restart.
-            self.preemptions.inc(max(0, stats["preemptions"] - self._preemptions_seen))
-            self._preemptions_seen = stats["preemptions"]
         return generate_latest(self._registry)
