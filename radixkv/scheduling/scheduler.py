@@ -98,7 +98,7 @@ class Scheduler:
             self._leave_waiting(request)
             self.running.append(request)
             request.lease = lease
-            request.num_computed_tokens = lease.num_cached_tokens
+            request.num_computed_tokens = request.num_counted_tokens = lease.num_cached_tokens
             if not request.num_preemptions:
                 request.num_cached_tokens = min(lease.num_cached_tokens, request.num_prompt_tokens)
                 request.missed = lease.missed
@@ -117,6 +117,7 @@ class Scheduler:
         chunk = min(budget, request.num_tokens - start)
         end = request.num_computed_tokens = start + chunk
         batch.sequences.append(ScheduledSequence(request, start, chunk))
+        self._count(request)
         self.cache.publish(request.lease, request.tokens, end, written=False)
         if end // size > start // size:
             self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)
@@ -143,9 +144,14 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.lease is not None
+        self._count(request)
         self.cache.release(request.lease)
         request.lease = None
         request.num_computed_tokens = 0
+
+    def _count(self, request: Request) -> None:
+        self._queue.computed(request.namespace, request.num_computed_tokens - request.num_counted_tokens)
+        request.num_counted_tokens = request.num_computed_tokens
 
 
 def _arrival_time(request: Request) -> float:

@@ -14,6 +14,7 @@ from radixkv.cache import PrefixCache
 from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
 from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.fair_shares import FairShares
 from radixkv.scheduling.policy import queue_policy
 from radixkv.scheduling.request import Request, RequestOutput
 from radixkv.scheduling.scheduler import Scheduler
@@ -34,7 +35,7 @@ class CachingEngine:
         self.cache = PrefixCache(config.num_blocks, config.block_size, attribution=True)
         self.scheduler = Scheduler(
             self.cache,
-            queue_policy(config.policy, config.aging_tokens_per_second),
+            FairShares(lambda: queue_policy(config.policy, config.aging_tokens_per_second), quantum=config.max_batch_tokens),
             max_batch_tokens=config.max_batch_tokens,
             max_num_seqs=config.max_num_seqs,
         )
