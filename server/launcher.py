@@ -8,6 +8,7 @@ import errno
 import functools
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -56,6 +57,8 @@ SETTLED_SECONDS = 60.0
 MAX_RESTART_DELAY = 30.0
 MAX_TIMEOUT = 86400.0
 MAX_WORKERS = 256
+MAX_OPEN_FILES = 65536
+"""Asked of the system, for connections; it may allow fewer."""
 M = TypeVar("M", Hello, Ready)
 
 
@@ -107,6 +110,7 @@ def serve(
         raise ValueError(f"max-waiting must be at least 1, got {max_waiting}")
     if request_timeout is not None and not 0 < request_timeout < float("inf"):
         raise ValueError(f"request-timeout must be above 0 seconds, got {request_timeout}")
+    _raise_open_files()
     with _bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
         _check_reach(listener, keys)
         doors = _Doors(listener, keys, zmq, curve)
@@ -441,6 +445,15 @@ class Supervisor:
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
+
+
+def _raise_open_files() -> None:
+    """Every connection is one, and most systems give a process no more than 1,024 unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _num_cores() -> int:

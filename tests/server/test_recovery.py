@@ -241,7 +241,7 @@ def test_a_request_that_kills_workers_is_tried_on_a_new_one_while_the_others_ser
     assert simulation.deaths <= 6
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     killers=st.dictionaries(st.integers(0, 29).map(str), st.integers(0, 20), max_size=3),
     kills=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), max_size=1),

@@ -187,7 +187,7 @@ events = st.one_of(
 
 
 @pytest.mark.parametrize("block_size", [BLOCK, None])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(st.lists(events, max_size=60))
 def test_no_worker_is_chosen_that_is_too_far_behind_and_nothing_of_what_is_over_is_counted(
     block_size: int | None, steps: list[tuple[object, ...]]
