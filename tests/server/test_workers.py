@@ -84,9 +84,9 @@ def test_conversations_spread_over_both_workers_and_each_finds_its_own_last_turn
 
 
 def test_a_cached_prompt_is_found_again_whichever_worker_has_it_but_not_by_another_namespace(two: Any) -> None:
-    prompts = [f"{i} is a prompt of its own. " * 10 for i in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompt: cached(complete(two, prompt)), prompts)) == [0] * 8
+    prompts = [f"{i} is a prompt of its own. " * 10 for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda prompt: cached(complete(two, prompt)), prompts)) == [0] * 4
     for prompt in prompts:
         answer = complete(two, prompt)
         assert cached(answer) > answer["usage"]["prompt_tokens"] - 16
@@ -96,8 +96,8 @@ def test_a_cached_prompt_is_found_again_whichever_worker_has_it_but_not_by_anoth
     assert all(cached(complete(two, prompt)) == 0 for prompt in prompts)
 
 
-def test_when_one_worker_dies_its_requests_go_on_on_the_other_and_nobody_waits_for_the_next(start_server: Any) -> None:
-    server = start_server(workers=2, worker_command=COMMAND, config={"kv_cache_tokens": 65536}).wait_ready()
+def test_when_one_worker_dies_its_requests_go_on_on_the_other_and_nobody_waits_for_the_next(two: Any) -> None:
+    server = two
     one, other = server.worker_pids
     prompts = [chr(97 + i) * 600 for i in range(8)]
     (server.folder / "hold").touch()
@@ -123,9 +123,6 @@ def test_when_one_worker_dies_its_requests_go_on_on_the_other_and_nobody_waits_f
     for prompt in prompts:
         answer = complete(server, prompt)
         assert cached(answer) == answer["usage"]["prompt_tokens"] - 1
-    workers = server.worker_pids
-    assert server.stop() == 0
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert "Traceback" not in server.log
 
 
@@ -143,5 +140,7 @@ def test_one_of_two_workers_that_hangs_is_replaced_and_a_drain_waits_for_both(st
         for i, stream in enumerate(streams):
             assert stream.result()["choices"][0]["text"] == chr(97 + i) * 1500
         del more
+    workers = server.worker_pids
     assert server.process.wait(20) == 0
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert "Traceback" not in server.log
