@@ -87,9 +87,9 @@ class Metrics:
         for index, stats in workers.items():
             for name, gauge in self.of_worker.items():
                 gauge.labels(index).set(stats[name])
-            # The engine counts from zero again after a restart.
-            self.preemptions.inc(max(0, stats["preemptions"] - self._preemptions_seen.get(index, 0)))
-            self._preemptions_seen[index] = stats["preemptions"]
+            preemptions, seen = stats["preemptions"], self._preemptions_seen.get(index, 0)
+            self.preemptions.inc(preemptions - seen if preemptions >= seen else preemptions)  # it was restarted since
+            self._preemptions_seen[index] = preemptions
         if workers:
             stats = merged(workers)
             self.running.set(stats["running"])
