@@ -88,17 +88,17 @@ async def all_answers(http: httpx.AsyncClient, endpoint: str, number: int) -> li
         return await asyncio.gather(*map(one, range(number)))
 
 
-async def kill_workers(http: httpx.AsyncClient, server: Any, workers: int) -> list[int]:
+async def kill_workers(http: httpx.AsyncClient, server: Any, workers: int, kills: int) -> list[int]:
     """Kill workers in turn after they have given some tokens to many requests.  Returns the killed."""
     killed: list[int] = []
-    while len(killed) < KILLS:
+    while len(killed) < kills:
         await asyncio.sleep(0.05)
         if (await http.get("/ready")).status_code != 200:
             continue
         response = await http.get("/report")
         if response.status_code != 200 or len(response.json().get("workers", "1")) < workers:
             continue
-        if response.json()["generated_tokens"] >= TOKENS_BETWEEN_KILLS:
+        if response.json()["generated_tokens"] >= TOKENS_BETWEEN_KILLS / workers:
             alive = server.worker_pids
             killed.append(alive[len(killed) % workers])
             os.kill(killed[-1], signal.SIGKILL)
@@ -108,16 +108,18 @@ async def kill_workers(http: httpx.AsyncClient, server: Any, workers: int) -> li
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("number", "workers"), [(REQUESTS, 1), (REQUESTS // 2, 2)])
+@pytest.mark.parametrize(("number", "workers", "kills"), [(REQUESTS, 1, KILLS), (REQUESTS // 2, 2, 3)])
 def test_no_answer_shows_that_workers_were_killed_under_it(
-    default_model: ModelSource, record_property: Any, number: int, workers: int
+    default_model: ModelSource, record_property: Any, number: int, workers: int, kills: int
 ) -> None:
     async def run(server: Any) -> tuple[list[Any], list[Any], list[int]]:
         endpoint = next(word for word in server.log.split() if word.startswith("tcp://"))
         limits = httpx.Limits(max_connections=CONCURRENCY + 2)
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
             undisturbed = await all_answers(http, endpoint, number)
-            disturbed, killed = await asyncio.gather(all_answers(http, endpoint, number), kill_workers(http, server, workers))
+            killing = asyncio.create_task(kill_workers(http, server, workers, kills))
+            disturbed = await all_answers(http, endpoint, number)
+            killed = await asyncio.wait_for(killing, 5)  # fails where the requests were over too soon
         return undisturbed, disturbed, killed
 
     with SUPPORT["starting"](Path("smollm2-135m")) as start:
@@ -128,16 +130,16 @@ def test_no_answer_shows_that_workers_were_killed_under_it(
         assert disturbed == undisturbed
         assert server.wait_idle()["blocks_locked"] == 0
         metrics = dict(line.rsplit(" ", 1) for line in httpx.get(f"{server.url}/metrics").text.splitlines() if line[0] != "#")
-        assert float(metrics["radixkv_worker_restarts_total"]) == KILLS
-        assert float(metrics["radixkv_requests_resubmitted_total"]) > KILLS * CONCURRENCY / (2 if workers == 1 else 10)
+        assert float(metrics["radixkv_worker_restarts_total"]) == kills
+        assert float(metrics["radixkv_requests_resubmitted_total"]) > kills * (CONCURRENCY / 2 if workers == 1 else 1)
         assert not [name for name in metrics if name.startswith("radixkv_request_failure_total")]
         pids = killed + server.worker_pids
-        assert len(set(pids)) == KILLS + workers
+        assert len(set(pids)) == kills + workers
         assert server.stop() == 0
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         assert "Traceback" not in server.log
     resubmitted = metrics["radixkv_requests_resubmitted_total"]
     record_property(
         "finding",
-        f"{number} requests, {workers} worker(s) at a time, {KILLS} killed, {resubmitted} resubmissions: all answers the same",
+        f"{number} requests, {workers} worker(s) at a time, {kills} killed, {resubmitted} resubmissions: all answers the same",
     )

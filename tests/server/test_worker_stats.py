@@ -13,7 +13,8 @@ def stats(**fields: Any) -> dict[str, Any]:
     return {
         "model": "m", "block_size": 16, "max_model_len": 2048, "kv_bytes_per_token": 100, "prefix_caching": True, "uptime_s": 5.0,
         "requests": 2, "prompt_tokens": 100, "cached_tokens": 40, "generated_tokens": 7, "preemptions": 1, "running": 1,
-        "waiting": 0, "prefill_tokens_computed": 60, "prefill_seconds": 0.5, "missed_tokens": {"new": 50, "last_token": 10}, "blocks_total": 10,
+        "waiting": 0, "prefill_tokens_computed": 60, "prefill_seconds": 0.5, "missed_tokens": {"new": 50, "last_token": 10},
+        "blocks_total": 10,
         "blocks_free": 4, "blocks_cached": 3, "blocks_locked": 3,
         "namespaces": {"": {"requests": 2, "prompt_tokens": 100, "cached_tokens": 40}},
     } | fields  # fmt: skip
