@@ -16,6 +16,7 @@ BENCHES = {
     "order": "hit tokens of each queue policy as a share of the optimum, when a burst exceeds the cache",
     "peers": "the serving workloads against radixkv and another server in turn",
     "tree-attention": "what a longer shared prefix costs a decode step, read once or by each sequence",
+    "workers": "the hit rate of several workers beside one's",
     "serving": "an OpenAI-compatible server under a shared prefix, agent loops, and prompts that share nothing",
 }
 

@@ -73,6 +73,7 @@ def serve(
     host: Annotated[str, Parameter(group=SERVER)] = "127.0.0.1",
     port: Annotated[int, Parameter(group=SERVER, validator=Number(gte=0, lte=65535))] = 8000,
     zmq: Annotated[str | None, Parameter(group=SERVER)] = None,
+    workers: Annotated[int, Parameter(group=SERVER, validator=Number(gte=1, lte=256))] = 1,
     drain_timeout: Annotated[float, Parameter(group=OPERATIONS, validator=Number(gte=0, lte=86400))] = 20.0,
     hang_timeout: Annotated[float, Parameter(group=OPERATIONS, validator=Number(gte=2, lte=86400))] = 120.0,
     api_keys: Annotated[Path | None, Parameter(group=SECURITY)] = None,
@@ -99,6 +100,9 @@ def serve(
         Port to listen on.
     zmq
         ZeroMQ endpoint to offer as well, as in `ipc:///tmp/radixkv.sock` or `tcp://127.0.0.1:5555`. None if not given.
+    workers
+        Processes that run the model, each with weights, a KV cache and a share of the CPU's cores of its own. A request goes to the
+        one that has most of its prompt cached, unless that one is far busier than another.
     drain_timeout
         Seconds that open requests have to end after SIGTERM; new ones are refused meanwhile. Ctrl-C does not wait.
     hang_timeout
@@ -129,6 +133,7 @@ def serve(
         host=host,
         port=port,
         zmq=zmq,
+        workers=workers,
         drain_timeout=drain_timeout,
         hang_timeout=hang_timeout,
         api_keys=api_keys,

@@ -24,6 +24,7 @@ from radixkv.model.tokenizer import load_tokenizer
 from radixkv.platform import choose_device, choose_dtype, torch_threads
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.batch import Batch
+from radixkv.scheduling.fair_shares import FairShares
 from radixkv.scheduling.policy import queue_policy
 from radixkv.scheduling.request import Request, RequestOutput
 from radixkv.scheduling.scheduler import Scheduler
@@ -73,7 +74,7 @@ class Engine:
         )
         self.scheduler = Scheduler(
             self.cache,
-            queue_policy(config.policy, config.aging_tokens_per_second),
+            FairShares(lambda: queue_policy(config.policy, config.aging_tokens_per_second), quantum=config.max_batch_tokens),
             max_batch_tokens=config.max_batch_tokens,
             max_num_seqs=config.max_num_seqs,
         )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections import Counter
@@ -27,9 +28,11 @@ from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavail
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
 from radixkv.server.recovery import Recovery
+from radixkv.server.routing import Router
 from radixkv.server.tools import ToolUse
 from radixkv.server.waiting_room import Seats, WaitingRoom
 from radixkv.server.worker_client import WorkerClient
+from radixkv.server.worker_stats import merged
 from radixkv.structured_outputs import StructuredOutputs
 
 Prompt = str | Sequence[int]
@@ -45,7 +48,7 @@ INLINE_CHARACTERS = 1024
 
 
 class Frontend:
-    """Serves one model through whichever worker is attached.  All methods belong to one event loop."""
+    """Serves one model through whichever workers are attached.  All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -55,8 +58,12 @@ class Frontend:
         *,
         max_waiting: int = DEFAULT_MAX_WAITING,
         request_timeout: float | None = None,
+        router: Router[WorkerClient] | None = None,
     ) -> None:
-        """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take."""
+        """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take.
+
+        ``router`` is needed where there may be several workers.
+        """
         self.model = model
         self.started = int(time.time())
         self.metrics = Metrics(model)
@@ -68,9 +75,10 @@ class Frontend:
         self._tokenizer.no_padding()
         self._longest_token = max((len(piece) for piece in self._tokenizer.get_vocab()), default=1)
         self._vocab_size = vocab_size
-        self._worker: WorkerClient | None = None
+        self._workers: dict[int, WorkerClient] = {}
+        self._router = router
         self._unavailable = Unavailable("the engine is not ready yet")
-        self._recovery = Recovery(self.metrics)
+        self._recovery = Recovery(self.metrics, router)
         self._refusal: Unavailable | None = None
         self._generations: set[Generation] = set()
         self._closed = asyncio.Event()
@@ -78,26 +86,35 @@ class Frontend:
         self._waiting_room = WaitingRoom(max_waiting)
         self._request_timeout = request_timeout
 
-    # --- the worker's comings and goings ---
+    # --- the workers' comings and goings ---
 
     def attach(self, worker: WorkerClient, stats: dict[str, Any]) -> None:
-        """Go on with all open requests on this worker."""
-        self._worker = worker
+        """Go on on this worker with all open requests that have none."""
+        self._workers[worker.index] = worker
         self.max_model_len = stats["max_model_len"]
-        self.metrics.engine_started(stats)
+        self.metrics.engine_started(worker.index, stats)
+        if self._router is not None and self._router.hashes is not None:
+            worker.watch_cache(self._router.hashes.key, functools.partial(self._router.cache_changed, worker))
         self._recovery.attach(worker)
 
-    def worker_died(self, how: str) -> bool:
-        """Requests, open and new, wait for the next worker, but for those that killed this one.
+    def worker_died(self, worker: WorkerClient, how: str) -> bool:
+        """Its requests go on on another worker, or wait for the next one where there is none, but for those that killed this one.
 
         True if the worker had given tokens to anybody.
         """
-        worker, self._worker = self._worker, None
+        del self._workers[worker.index]
         self._unavailable = Unavailable(f"the engine process {how}; another is being started")
-        self._recovery.worker_died(how)
-        if worker is not None:
-            worker.close(self._unavailable)
-        return self._recovery.progressed
+        progressed = self._recovery.worker_died(worker, how)
+        worker.close(self._unavailable)
+        return progressed
+
+    def no_worker_soon(self) -> None:
+        """A worker that was to replace another did not start."""
+        self._recovery.no_worker_soon()
+
+    @property
+    def has_worker(self) -> bool:
+        return bool(self._workers)
 
     async def drain(self, error: Unavailable) -> None:
         """Have every later request fail, and wait until the open ones are over and their doors have passed on what there was."""
@@ -108,31 +125,31 @@ class Frontend:
 
     def detach(self, error: Unavailable) -> None:
         """Have every open request fail, and every later one."""
-        worker, self._worker, self._unavailable = self._worker, None, error
+        workers, self._workers, self._unavailable = self._workers, {}, error
         self._refusal = error
         self._recovery.fail(error)
-        if worker is not None:
+        for worker in workers.values():
             worker.close(error)
 
     @property
-    def worker(self) -> WorkerClient:
-        """Raises ``Unavailable`` that says why, if there is none."""
-        if self._worker is None:
+    def workers(self) -> list[WorkerClient]:
+        """Those that are ready, by index.  Raises ``Unavailable`` that says why, if there is none."""
+        if not self._workers:
             raise Unavailable(self._unavailable.message)
-        return self._worker
+        return [worker for _, worker in sorted(self._workers.items())]
 
     @property
     def status(self) -> str:
         """``"ok"``, ``"restarting"`` (requests wait for the next worker), or ``"draining"`` (new ones are refused)."""
         if self._refusal is not None:
             return "draining"
-        return "ok" if self._worker is not None else "restarting"
+        return "ok" if self._workers else "restarting"
 
     def check_ready(self) -> None:
         """Raise ``Unavailable`` that says why, unless a request sent now would be worked on now."""
         if self._refusal is not None:
             raise Unavailable(self._refusal.message)
-        self.worker  # noqa: B018  raises
+        self.workers  # noqa: B018  raises
         if self._recovery.trying:
             raise Unavailable("the engine process died twice: the requests that were running are being tried in parts")
 
@@ -215,11 +232,20 @@ class Frontend:
             raise Unavailable(self._refusal.message)
 
     async def stats(self) -> dict[str, Any]:
-        """``Engine.stats()``."""
-        return await self.worker.stats()
+        """``Engine.stats()``, of several workers added up (:func:`merged`)."""
+        return merged(await self.worker_stats())
+
+    async def worker_stats(self) -> dict[int, dict[str, Any]]:
+        """``Engine.stats()`` of each worker that is ready, by index.  Raises ``Unavailable`` where none answers."""
+        workers = self.workers
+        answers = await asyncio.gather(*(worker.stats() for worker in workers), return_exceptions=True)
+        stats = {worker.index: answer for worker, answer in zip(workers, answers, strict=True) if isinstance(answer, dict)}
+        if not stats:
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        return stats
 
     async def reset_cache(self) -> None:
-        await self.worker.reset_cache()
+        await asyncio.gather(*(worker.reset_cache() for worker in self.workers))
 
     def token_text(self, token_id: int) -> str:
         """A token as logprobs name it: its text, or ``bytes:\\xNN...`` where it is only a part of a character."""

@@ -139,10 +139,10 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     @get("/metrics", opt={"administration": True})
     async def metrics() -> Response[bytes]:
         try:
-            stats = await frontend.stats()
+            workers = await frontend.worker_stats()
         except Unavailable:
-            stats = None
-        return Response(frontend.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+            workers = {}
+        return Response(frontend.metrics.render(workers), media_type=CONTENT_TYPE_LATEST)
 
     @get("/report", opt={"administration": True})
     async def report() -> Response[bytes]:

@@ -1,4 +1,4 @@
-"""Starts, watches and restarts the worker, and runs the doors: what ``radixkv serve`` does."""
+"""Starts, watches and restarts the workers, and runs the doors: what ``radixkv serve`` does."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import errno
 import functools
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from radixkv.server.frontend import DEFAULT_MAX_WAITING, Frontend
 from radixkv.server.http_api import create_app
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, WRITE_SECONDS, TimedProtocol
 from radixkv.server.messages import BEAT_SECONDS, Hello, Ready
+from radixkv.server.routing import Router
 from radixkv.server.worker_client import WorkerClient
 from radixkv.server.zmq_api import ZmqDoor, check_endpoint
 
@@ -48,11 +50,17 @@ STOP_SECONDS = 5.0
 READ_SECONDS = 2.0
 """What clients get to read the end of their answers when the server stops."""
 MAX_FAILURES = 10
-"""Workers in a row that did not start, or died without having given anybody a token, until the server gives up."""
+"""Workers in a row that did not start, or died without having given anybody a token, until the server gives up.
+
+It does not while another worker lives.
+"""
 SETTLED_SECONDS = 60.0
 """A worker that lives so long is no failure, even if there was nothing to do."""
 MAX_RESTART_DELAY = 30.0
 MAX_TIMEOUT = 86400.0
+MAX_WORKERS = 256
+MAX_OPEN_FILES = 65536
+"""Asked of the system, for connections; it may allow fewer."""
 M = TypeVar("M", Hello, Ready)
 
 
@@ -62,6 +70,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     zmq: str | None = None,
+    workers: int = 1,
     drain_timeout: float = 20.0,
     hang_timeout: float = 120.0,
     api_keys: Path | str | None = None,
@@ -74,11 +83,12 @@ def serve(
 ) -> None:
     """Serve ``config.model`` over HTTP, and over ZeroMQ if an endpoint is given, until SIGINT or SIGTERM.
 
-    Port 0 takes any free one.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A worker that is busy and says
-    nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the two after it are what
-    :class:`CurveServer` loads, the two after those the frontend's.  ``log_format`` is how the log on standard error looks, the
-    worker's as well.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start, ``OSError`` also where
-    worker after worker fails.
+    Port 0 takes any free one.  Each of the ``workers`` has weights and a cache of its own, as ``config`` says, and an equal share
+    of the CPU's cores where ``config`` gives no number.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A
+    worker that is busy and says nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the
+    two after it are what :class:`CurveServer` loads, the two after those the frontend's.  ``log_format`` is how the log on standard
+    error looks, the workers' as well.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start, ``OSError``
+    also where worker after worker fails.
     """
     logs.set_up(log_format)
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
@@ -88,6 +98,10 @@ def serve(
     ):
         if not least <= value <= MAX_TIMEOUT:
             raise ValueError(f"{name} must be between {least:g} and {MAX_TIMEOUT:g} seconds, got {value}")
+    if not 1 <= workers <= MAX_WORKERS:
+        raise ValueError(f"workers must be between 1 and {MAX_WORKERS}, got {workers}")
+    if workers > 1 and config.num_threads is None:
+        config = replace(config, num_threads=max(1, _num_cores() // workers))
     keys = ApiKeys.load(None if api_keys is None else Path(api_keys))
     if (zmq_server_key is None) != (zmq_client_keys is None):
         raise ValueError("zmq-server-key and zmq-client-keys must be given both or neither")
@@ -100,6 +114,7 @@ def serve(
         raise ValueError(f"max-waiting must be at least 1, got {max_waiting}")
     if request_timeout is not None and not 0 < request_timeout < float("inf"):
         raise ValueError(f"request-timeout must be above 0 seconds, got {request_timeout}")
+    _raise_open_files()
     with _bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
         _check_reach(listener, keys)
         doors = _Doors(listener, keys, zmq, curve)
@@ -109,7 +124,9 @@ def serve(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             patience = _Patience(drain_timeout, hang_timeout, request_timeout)
             runner.run(
-                signals.run(lambda: _serve(config, source, doors, max_waiting, patience, worker_command, signals, log_format))
+                signals.run(
+                    lambda: _serve(config, source, doors, workers, max_waiting, patience, worker_command, signals, log_format)
+                )
             )
 
 
@@ -184,6 +201,7 @@ async def _serve(
     config: EngineConfig,
     source: ModelSource,
     doors: _Doors,
+    num_workers: int,
     max_waiting: int,
     patience: _Patience,
     worker_command: Sequence[str],
@@ -198,16 +216,25 @@ async def _serve(
         door = None if doors.zmq is None else ZmqDoor(context, doors.zmq, doors.curve)
         if door is not None:
             stack.callback(door.close)
-        supervisor = Supervisor(context, config, worker_command, patience.hang)
-        stack.push_async_callback(supervisor.stop)
+        supervisors = [
+            Supervisor(context, config, worker_command, patience.hang, index, f" {index}" if num_workers > 1 else "")
+            for index in range(num_workers)
+        ]
+        stack.push_async_callback(lambda: asyncio.gather(*(supervisor.stop() for supervisor in supervisors)))
+        router: Router[WorkerClient] | None = None
+        if num_workers > 1:
+            router = Router(config.block_size if config.enable_prefix_caching else None)
         with console.status(f"Loading {config.model}"):
-            # The worker loads its weights meanwhile, in its own process.
-            loading = asyncio.create_task(supervisor.start())
+            # The workers load their weights meanwhile, in their own processes.
+            loading = asyncio.create_task(_start_all(supervisors))
             stack.callback(loading.cancel)
             tokenizer, model = await asyncio.to_thread(lambda: (load_tokenizer(source), load_model_config(source)))
-            frontend = Frontend(source.name, tokenizer, model.vocab_size, max_waiting=max_waiting, request_timeout=patience.request)
+            frontend = Frontend(
+                source.name, tokenizer, model.vocab_size,
+                max_waiting=max_waiting, request_timeout=patience.request, router=router,
+            )  # fmt: skip
             logs.take_over("transformers")
-            worker, stats = await loading
+            started = await loading
         stack.callback(frontend.detach, Unavailable("the server is shutting down"))
         try:
             doors.listener.listen(1024)
@@ -215,7 +242,8 @@ async def _serve(
             raise OSError(f"can't listen on {_address(doors.listener)}: {error.strerror}") from None
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(supervisor.run(frontend, worker, stats))
+                for supervisor, (worker, stats) in zip(supervisors, started, strict=True):
+                    group.create_task(supervisor.run(frontend, worker, stats))
                 address = _address(doors.listener)
                 group.create_task(_serve_http(frontend, doors))
                 if door is not None:
@@ -236,6 +264,16 @@ async def _serve(
                 if isinstance(failure, GaveUp):
                     raise failure from None
             raise
+
+
+async def _start_all(supervisors: Sequence[Supervisor]) -> list[tuple[WorkerProcess, dict[str, Any]]]:
+    """Raises what the first that fails does."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(supervisor.start()) for supervisor in supervisors]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _drain_when_terminated(frontend: Frontend, signals: _Signals, timeout: float) -> None:
@@ -326,7 +364,18 @@ class GaveUp(OSError):
 class Supervisor:
     """Keeps one worker alive.  Every worker gets a socket of its own, so a new one never sees what was meant for the last."""
 
-    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, command: Sequence[str], hang_timeout: float) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        config: EngineConfig,
+        command: Sequence[str],
+        hang_timeout: float,
+        index: int,
+        label: str,
+    ) -> None:
+        """``index`` is the worker's among all of the server, ``label`` what the log calls it by."""
+        self._index = index
+        self._label = label
         self._context = context
         self._config = config
         self._command = command
@@ -338,7 +387,7 @@ class Supervisor:
         # Closed to other users, and gone as soon as the worker has connected: only who is killed before that leaves it behind.
         directory = _socket_directory()
         endpoint = f"ipc://{directory.name}/worker"
-        client = WorkerClient(self._context, endpoint)
+        client = WorkerClient(self._context, endpoint, self._index)
         process = None
         try:
             # In a session of its own: what a terminal sends to all processes in it is the launcher's to act on.
@@ -363,34 +412,35 @@ class Supervisor:
     async def run(self, frontend: Frontend, worker: WorkerProcess, stats: dict[str, Any]) -> None:
         """Attach a started worker to ``frontend``, and each one that replaces it, until cancelled.
 
-        Raises :class:`GaveUp` after :data:`MAX_FAILURES` in a row.
+        Raises :class:`GaveUp` after :data:`MAX_FAILURES` in a row, unless ``frontend`` has another worker.
         """
         failures = 0
         while True:
             frontend.attach(worker.client, stats)
             attached = time.monotonic()
             how = await self._death_of(worker)
-            progressed = frontend.worker_died(how)
+            progressed = frontend.worker_died(worker.client, how)
             if progressed or time.monotonic() - attached > SETTLED_SECONDS:
                 failures = 0
             next_worker = None
             while next_worker is None:
                 failures += 1
-                if failures == MAX_FAILURES:
-                    message = f"the engine process {how}; that was failure {failures} in a row, so the server gives up"
+                if failures >= MAX_FAILURES and not frontend.has_worker:
+                    message = f"the engine process{self._label} {how}; that was failure {failures} in a row, so the server gives up"
                     frontend.detach(Unavailable(message))
                     raise GaveUp(message)
-                delay = min(MAX_RESTART_DELAY, 2.0 ** (failures - 2)) if failures > 1 else 0.0
-                log.error("the engine process %s; starting another%s", how, f" in {delay:g} s" if delay else "")
+                delay = min(MAX_RESTART_DELAY, 2.0 ** min(failures - 2, 10)) if failures > 1 else 0.0
+                log.error("the engine process%s %s; starting another%s", self._label, how, f" in {delay:g} s" if delay else "")
                 await asyncio.sleep(delay)
                 frontend.metrics.worker_restarts.inc()
                 try:
                     next_worker = await self.start()
                 except OSError as error:
                     how = f"did not start: {error}"
+                    frontend.no_worker_soon()
                     await self.stop()
             worker, stats = next_worker
-            log.warning("the engine process is back")
+            log.warning("the engine process%s is back", self._label)
 
     async def _death_of(self, worker: WorkerProcess) -> str:
         """Serve through a worker until it dies; kill it where it hangs.  Returns how it ended."""
@@ -412,6 +462,20 @@ class Supervisor:
     async def stop(self) -> None:
         if self._worker is not None:
             await self._worker.stop()
+
+
+def _raise_open_files() -> None:
+    """Every connection is one, and most systems give a process no more than 1,024 unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _num_cores() -> int:
+    """Of the CPU, that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _socket_directory() -> tempfile.TemporaryDirectory[str]:

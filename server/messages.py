@@ -104,6 +104,13 @@ class Abort(Request, frozen=True, kw_only=True, tag="abort"):
     request_ids: list[str]
 
 
+class WatchCache(Request, frozen=True, kw_only=True, tag="watch_cache"):
+    """Say from now on which prefixes join and leave the cache; there is no answer.  Sent where a router has a choice of workers."""
+
+    key: bytes
+    """Of the names of prefixes (:class:`~radixkv.server.prefix_hashes.PrefixHashes`)."""
+
+
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """The worker's first message: it has connected."""
 
@@ -117,12 +124,17 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
-    """What one engine step added to every request in it; without outputs it is but a sign of life."""
+    """What one engine step added to every request in it; without outputs it is but a sign of life.
+
+    ``joined`` and ``left`` name the prefixes that the cache got and lost since the last message, where :class:`WatchCache` asked.
+    """
 
     outputs: list[RequestOutput]
+    joined: bytes = b""
+    left: bytes = b""
 
 
-ToWorker = Generate | Abort | GetStats | ResetCache
+ToWorker = Generate | Abort | WatchCache | GetStats | ResetCache
 FromWorker = Hello | Ready | Tokens | Failed | Stats | Done
 
 

@@ -7,7 +7,7 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from radixkv.cache.miss import MissReason
 from radixkv.scheduling.request import FinishReason
 from radixkv.server.errors import Overloaded
+from radixkv.server.worker_stats import merged
 
 MAX_NAMESPACES = 100
 """Namespaces that get a label of their own; later ones share ``_other``, so that clients can't grow the metrics without bound."""
@@ -138,13 +139,25 @@ class Metrics:
             "radixkv_kv_blocks_cached", "KV blocks of cached prefixes that no running request uses.", registry=registry
         )
         self.evicted_blocks = own_counter("evicted_blocks", "KV blocks of cached prefixes that were given to others.")
-        self.up = Gauge("radixkv_engine_up", "1 while the engine process is ready.", registry=registry)
+        self.up = Gauge("radixkv_engine_up", "1 while an engine process is ready.", registry=registry)
+        self._of_worker = {
+            stat: Gauge(f"radixkv_{name}", text, ["worker"], registry=registry)
+            for stat, name, text in (
+                ("running", "worker_requests_running", "Requests in one worker's running batch."),
+                ("waiting", "worker_requests_waiting", "Requests in one worker's queue."),
+                ("blocks_locked", "worker_kv_blocks_locked", "KV blocks that one worker's running requests hold."),
+                ("blocks_cached", "worker_kv_blocks_cached", "KV blocks of one worker's cached prefixes that nobody uses."),
+            )
+        }
+        """By worker that is ready; the gauges without that label are of all together."""
         self._of_engine = of_engine
-        self._seen = {"preemptions": 0, "evicted_blocks": 0}
+        self._counted = {"preemptions": self.preemptions, "evicted_blocks": self.evicted_blocks}
+        self._seen: dict[tuple[int, str], int] = {}
 
-    def engine_started(self, stats: dict[str, Any]) -> None:
-        """Another engine, set up as its ``stats`` say, which count from zero again."""
-        self._seen = dict.fromkeys(self._seen, 0)
+    def engine_started(self, index: int, stats: dict[str, Any]) -> None:
+        """Another engine, set up as its ``stats`` say, which count from zero again; the one of this ``index`` is no more."""
+        for name in self._counted:
+            self._seen[index, name] = 0
         self._cache_config.labels(
             *self._of_engine,
             block_size := stats["block_size"],
@@ -231,15 +244,21 @@ class Metrics:
         self._http_requests.labels(method, f"{status // 100}xx", handler).inc()
         self._http_duration.labels(method, handler).observe(seconds)
 
-    def render(self, stats: dict[str, Any] | None) -> bytes:
-        """The text that Prometheus reads; ``stats`` is the engine's, or None while there is no engine."""
-        self.up.set(stats is not None)
-        if stats is not None:
+    def render(self, workers: Mapping[int, dict[str, Any]]) -> bytes:
+        """The text that Prometheus reads; ``workers`` is the engine's stats of each worker that is ready."""
+        self.up.set(bool(workers))
+        for gauge in self._of_worker.values():
+            gauge.clear()
+        for index, stats in workers.items():
+            for name, gauge in self._of_worker.items():
+                gauge.labels(index).set(stats[name])
+            for name, counter in self._counted.items():
+                counter.inc(max(0, stats[name] - self._seen.get((index, name), 0)))
+                self._seen[index, name] = stats[name]
+        if workers:
+            stats = merged(workers)
             self.running.set(stats["running"])
             self.waiting.set(stats["waiting"])
             self.kv_cache_usage.set(stats["blocks_locked"] / stats["blocks_total"])
             self.kv_blocks_cached.set(stats["blocks_cached"])
-            for name, counter in (("preemptions", self.preemptions), ("evicted_blocks", self.evicted_blocks)):
-                counter.inc(max(0, stats[name] - self._seen[name]))
-                self._seen[name] = stats[name]
         return generate_latest(self._registry)

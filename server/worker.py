@@ -36,9 +36,11 @@ from radixkv.server.messages import (
     Stats,
     Tokens,
     ToWorker,
+    WatchCache,
     frames,
     id_of,
 )
+from radixkv.server.prefix_hashes import CacheNews, PrefixHashes
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
@@ -56,6 +58,7 @@ class Worker:
         self._engine = engine
         self._socket = socket
         self._parse: Parser[ToWorker] = Parser(ToWorker)
+        self._news: CacheNews | None = None
 
     def run(self) -> None:
         """Serve until the parent closes standard input, by intent or by dying."""
@@ -70,12 +73,13 @@ class Worker:
                 return
             self._drain()
             # A step that fails ends its own requests; what escapes it ends the process, and the launcher starts another.
-            if self._engine.has_unfinished:
-                outputs = self._engine.step()
-                now = time.monotonic()
-                if outputs or now - sent > BEAT_SECONDS:
-                    self._send(Tokens(outputs=outputs))
-                    sent = now
+            busy = self._engine.has_unfinished
+            outputs = self._engine.step() if busy else []
+            joined, left = (b"", b"") if self._news is None else self._news.take()
+            now = time.monotonic()
+            if outputs or joined or left or (busy and now - sent > BEAT_SECONDS):
+                self._send(Tokens(outputs=outputs, joined=joined, left=left))
+                sent = now
 
     def _drain(self) -> None:
         while self._socket.poll(0):
@@ -106,6 +110,9 @@ class Worker:
             case Abort():
                 for request_id in message.request_ids:
                     engine.abort(request_id)
+            case WatchCache():
+                self._news = CacheNews(PrefixHashes(message.key, engine.config.block_size))
+                engine.cache.subscribe(self._news.listen)
             case GetStats():
                 self._send(Stats(id=message.id, stats=engine.stats()))
             case ResetCache():

@@ -28,6 +28,7 @@ from radixkv.server.messages import (
     Stats,
     Tokens,
     ToWorker,
+    WatchCache,
     frames,
     send_now,
 )
@@ -36,6 +37,8 @@ log = logging.getLogger("radixkv.server")
 
 Sink = Callable[[RequestOutput | ServerError], None]
 """Takes a request's outputs as they come; after one with a finish reason, or an error, no more."""
+CacheListener = Callable[[bytes, bytes], None]
+"""Takes what joined a worker's cache and what left it (:meth:`~radixkv.server.prefix_hashes.CacheNews.take`)."""
 M = TypeVar("M", Hello, Ready)
 CALL_TIMEOUT = 30.0
 """Seconds to wait for an answer that comes between two engine steps."""
@@ -44,7 +47,9 @@ CALL_TIMEOUT = 30.0
 class WorkerClient:
     """Speaks to one worker, from its birth to its death.  All methods belong to one event loop."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, index: int = 0) -> None:
+        """``index`` tells which of the server's workers it is, whichever process that is at the time."""
+        self.index = index
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -52,6 +57,7 @@ class WorkerClient:
         self._socket.bind(endpoint)
         self._parse: Parser[FromWorker] = Parser(FromWorker)
         self._sinks: dict[str, Sink] = {}
+        self._on_cache: CacheListener | None = None
         self._calls: dict[str, asyncio.Future[Stats | Done]] = {}
         self._call_ids = map(str, itertools.count())
         self._heard = time.monotonic()
@@ -100,6 +106,11 @@ class WorkerClient:
             self._sinks.pop(request_id, None)
         self._send(Abort(request_ids=list(request_ids)))
 
+    def watch_cache(self, key: bytes, listener: CacheListener) -> None:
+        """Have ``listener`` hear of all that the worker caches from now on, before outputs that came with it are passed on."""
+        self._on_cache = listener
+        self._send(WatchCache(key=key))
+
     async def stats(self) -> dict[str, Any]:
         reply = await self._call(GetStats(id=next(self._call_ids)))
         assert isinstance(reply, Stats)
@@ -131,6 +142,8 @@ class WorkerClient:
     def _dispatch(self, message: FromWorker) -> None:
         match message:
             case Tokens():
+                if self._on_cache is not None and (message.joined or message.left):
+                    self._on_cache(message.joined, message.left)
                 for output in message.outputs:
                     sink = self._sinks.get(output.request_id)
                     if output.finish_reason is not None:

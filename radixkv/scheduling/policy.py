@@ -35,6 +35,9 @@ class WaitingQueue(ABC):
         A policy may need to be told of all that comes in.
         """
 
+    def computed(self, namespace: str, num_tokens: int) -> None:  # noqa: B027 (most policies need not know)
+        """So many tokens have been scheduled for requests of ``namespace``; outputs are told of a block at a time."""
+
 
 class FirstComeFirstServed(WaitingQueue):
     """In order of arrival.  Every operation is O(log n)."""

@@ -57,8 +57,8 @@ class Request:
 
     __slots__ = (
         "_buffer", "_read_only", "admission_time", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace",
-        "num_cached_tokens", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain",
-        "prompt_logprobs",
+        "num_cached_tokens", "num_computed_tokens", "num_counted_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens",
+        "params", "plain", "prompt_logprobs",
         "request_id", "retention", "stop_token_ids",
     )  # fmt: skip
 
@@ -102,6 +102,8 @@ class Request:
         self.last_token = self._buffer.item(known - 1)
         self.num_computed_tokens = 0
         """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
+        self.num_counted_tokens = 0
+        """Of those, the leading ones that were cached or that the queue was told of (:meth:`WaitingQueue.computed`)."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the cache when the request was first admitted."""
         self.missed: dict[str, int] | None = None

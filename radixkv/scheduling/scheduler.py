@@ -100,7 +100,8 @@ class Scheduler:
             self._leave_waiting(request)
             self.running.append(request)
             request.lease = lease
-            start = request.num_computed_tokens = request.first_to_compute(lease.num_cached_tokens)
+            start = request.first_to_compute(lease.num_cached_tokens)
+            request.num_computed_tokens = request.num_counted_tokens = start
             if not request.num_preemptions:
                 request.num_cached_tokens = min(start, request.num_prompt_tokens)
                 request.missed = lease.missed
@@ -123,6 +124,7 @@ class Scheduler:
         end = request.num_computed_tokens = start + chunk
         batch.sequences.append(ScheduledSequence(request, start, chunk))
         batch.scores_prompts |= request.prompt_logprobs is not None
+        self._count(request)
         self.cache.publish(request.lease, request.tokens, end, written=False)
         if end // size > start // size:
             self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)
@@ -149,9 +151,14 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.lease is not None
+        self._count(request)
         self.cache.release(request.lease)
         request.lease = None
         request.num_computed_tokens = 0
+
+    def _count(self, request: Request) -> None:
+        self._queue.computed(request.namespace, request.num_computed_tokens - request.num_counted_tokens)
+        request.num_counted_tokens = request.num_computed_tokens
 
 
 def _arrival_time(request: Request) -> float:

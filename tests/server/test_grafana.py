@@ -39,7 +39,7 @@ def served() -> dict[str, set[str]]:
     metrics.failed("internal", 1)
     metrics.answered("POST", "/v1/completions", 200, 0.6)
     names: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics.render(None).decode()):
+    for family in text_string_to_metric_families(metrics.render({}).decode()):
         for sample in family.samples:
             names.setdefault(sample.name, set()).update(sample.labels)
     return names

@@ -63,6 +63,10 @@ OTHERS = {
     "radixkv_evicted_blocks": "counter",
     "radixkv_kv_blocks_cached": "gauge",
     "radixkv_engine_up": "gauge",
+    "radixkv_worker_requests_running": "gauge worker",
+    "radixkv_worker_requests_waiting": "gauge worker",
+    "radixkv_worker_kv_blocks_locked": "gauge worker",
+    "radixkv_worker_kv_blocks_cached": "gauge worker",
 }
 OTHER_HISTOGRAMS = {
     "radixkv_time_to_first_token_seconds": ("cached", TO_FIRST),
@@ -87,7 +91,7 @@ def value(families: dict[str, Metric], name: str, **labels: str) -> float:
 def busy_metrics() -> Metrics:
     """Metrics in which everything has happened once."""
     metrics = Metrics("a model")
-    metrics.engine_started(STATS)
+    metrics.engine_started(0, STATS)
     metrics.began("tenant", 10, 4, {"new": 5, "last_token": 1}, 0.2)
     metrics.finished("stop", prompt_tokens=10, cached_tokens=4, tokens=3, max_tokens=8, preemptions=0, **SECONDS)
     metrics.prompt_finished(1, 3)
@@ -103,7 +107,7 @@ def test_names_types_labels_and_buckets_are_those_that_dashboards_for_vllm_query
     expected |= {name: (kind.split()[0], set(kind.split()[1:]), "") for name, kind in OTHERS.items()}
     expected |= {name: ("histogram", set(labels.split()), buckets) for name, (labels, buckets) in OTHER_HISTOGRAMS.items()}
     served = {}
-    for name, family in scrape(busy_metrics().render(STATS).decode()).items():
+    for name, family in scrape(busy_metrics().render({0: STATS}).decode()).items():
         if name.startswith("process_"):
             continue
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -119,7 +123,7 @@ def format_bucket(text: str) -> str:
 
 
 def test_a_series_is_there_before_anything_happens_so_that_its_first_event_shows_as_an_increase() -> None:
-    families = scrape(Metrics("a model").render(None).decode())
+    families = scrape(Metrics("a model").render({}).decode())
     for reason in ("stop", "length", "abort", "error"):
         assert reason in [sample.labels["finished_reason"] for sample in families["vllm:request_success"].samples if sample.labels]
     assert {sample.labels["source"] for sample in families["vllm:prompt_tokens_by_source"].samples} == {
@@ -132,19 +136,19 @@ def test_a_series_is_there_before_anything_happens_so_that_its_first_event_shows
 
 def test_gauges_are_the_engines_and_counters_of_a_new_engine_go_on_from_the_old_ones() -> None:
     metrics = busy_metrics()
-    families = scrape(metrics.render(STATS).decode())
+    families = scrape(metrics.render({0: STATS}).decode())
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "radixkv_kv_blocks_cached")
     assert [value(families, name) for name in names] == [1, 2, 0.25, 4]
     config = families["vllm:cache_config_info"].samples[0].labels
     assert config == {"model_name": "a model", "engine": "0", "block_size": "16", "num_gpu_blocks": "12",
                       "kv_cache_size_tokens": "192", "enable_prefix_caching": "True", "cache_dtype": "float32"}  # fmt: skip
     metrics.engine_lost(7)
-    families = scrape(metrics.render(None).decode())
+    families = scrape(metrics.render({}).decode())
     assert [value(families, name) for name in names] == [0, 7, 0, 0]
     assert value(families, "radixkv_engine_up") == 0
-    metrics.engine_started(STATS)
+    metrics.engine_started(0, STATS)
     for _ in range(2):
-        families = scrape(metrics.render(STATS).decode())
+        families = scrape(metrics.render({0: STATS}).decode())
         assert value(families, "vllm:num_preemptions_total") == 10
         assert value(families, "radixkv_evicted_blocks_total") == 12
 
@@ -153,7 +157,7 @@ def test_namespaces_beyond_the_limit_share_a_label() -> None:
     metrics = Metrics("a model")
     for i in range(MAX_NAMESPACES + 5):
         metrics.began(f"tenant-{i}", 3, 1, None, 0.1)
-    families = scrape(metrics.render(None).decode())
+    families = scrape(metrics.render({}).decode())
     totals = [sample for sample in families["radixkv_prefix_cache_queries"].samples if sample.name.endswith("_total")]
     assert len(totals) == MAX_NAMESPACES + 1
     assert value(families, "radixkv_prefix_cache_queries_total", namespace="_other") == 15
@@ -164,14 +168,14 @@ def test_namespaces_beyond_the_limit_share_a_label() -> None:
 def test_first_tokens_are_told_apart_by_how_much_was_cached(cached: int, part: str) -> None:
     metrics = Metrics("a model")
     metrics.began("", 10, cached, None, 0.2)
-    assert value(scrape(metrics.render(None).decode()), "radixkv_time_to_first_token_seconds_count", cached=part) == 1
+    assert value(scrape(metrics.render({}).decode()), "radixkv_time_to_first_token_seconds_count", cached=part) == 1
 
 
 def test_a_request_that_finds_no_seat_is_a_rejection() -> None:
     metrics = Metrics("a model")
     with pytest.raises(Overloaded), metrics.counting_rejections():
         raise Overloaded("too many")
-    assert value(scrape(metrics.render(None).decode()), "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1
+    assert value(scrape(metrics.render({}).decode()), "vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1
 
 
 # --- a real server -----------------------------------------------------------------------------------------------------------

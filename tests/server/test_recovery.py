@@ -22,6 +22,7 @@ from radixkv.server.errors import ServerError, Unavailable
 from radixkv.server.messages import Generate
 from radixkv.server.metrics import Metrics
 from radixkv.server.recovery import PARTS, Recovery
+from radixkv.server.routing import Router
 from radixkv.server.worker_client import Sink
 
 LENGTH = 100
@@ -67,30 +68,59 @@ class SimulatedWorker:
 
 
 class Simulation:
-    def __init__(self, killers: dict[str, int]) -> None:
+    """``num_workers`` workers, each replaced ``restart_steps`` steps after its death."""
+
+    def __init__(self, killers: dict[str, int], num_workers: int = 1, restart_steps: int = 0) -> None:
         self._killers = killers
-        self.recovery = Recovery(Metrics("model"))
-        self.worker = SimulatedWorker(killers)
-        self.recovery.attach(self.worker)  # type: ignore[arg-type]
+        self._restart_steps = restart_steps
+        self._restarting: list[int] = []
+        self.recovery = Recovery(Metrics("model"), Router(16) if num_workers > 1 else None)
+        self.workers: list[SimulatedWorker] = []
+        for _ in range(num_workers):
+            self.start_worker()
         self.received: dict[str, list[RequestOutput | ServerError]] = {}
         self.deaths = 0
+
+    @property
+    def worker(self) -> SimulatedWorker:
+        (worker,) = self.workers
+        return worker
+
+    def start_worker(self) -> None:
+        self.workers.append(SimulatedWorker(self._killers))
+        self.recovery.attach(self.workers[-1])  # type: ignore[arg-type]
 
     def submit(self, ids: Iterable[str]) -> None:
         for id in ids:
             received = self.received[id] = []
             self.recovery.generate(Generate(request_id=id, token_ids=[1], params=SamplingParams()), received.append)
 
-    def die(self) -> None:
+    def die(self, worker: SimulatedWorker | None = None) -> None:
         self.deaths += 1
         assert self.deaths < 100
-        self.recovery.worker_died("was killed")
-        self.worker = SimulatedWorker(self._killers)
-        self.recovery.attach(self.worker)  # type: ignore[arg-type]
+        worker = worker or self.workers[0]
+        self.workers.remove(worker)
+        self.recovery.worker_died(worker, "was killed")  # type: ignore[arg-type]
+        self._restarting.append(self._restart_steps)
+        self._restart()
+
+    def step(self) -> None:
+        for worker in self.workers.copy():
+            if not worker.step():
+                self.die(worker)
+        self._restart()
+
+    def _restart(self) -> None:
+        for steps in self._restarting.copy():
+            self._restarting.remove(steps)
+            if steps:
+                self._restarting.append(steps - 1)
+            else:
+                self.start_worker()
 
     def run(self) -> None:
-        while self.worker.running:
-            if not self.worker.step():
-                self.die()
+        while self._restarting or any(worker.running for worker in self.workers):
+            self.step()
         assert not self.recovery.trying
 
     def check(self) -> None:
@@ -174,6 +204,89 @@ def test_new_requests_wait_while_suspects_are_tried_and_a_suspect_that_is_aborte
     assert list(simulation.worker.running) == ["b-3"]
     simulation.recovery.abort(["b"])
     assert list(simulation.worker.running) == ["new-1"]
+
+
+# --- several workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_one_of_two_workers_dies_its_requests_go_on_on_the_other_and_no_other_is_sent_again() -> None:
+    simulation = Simulation({}, num_workers=2, restart_steps=1000)
+    simulation.submit(map(str, range(8)))
+    one, other = simulation.workers
+    assert one.running
+    theirs = dict(other.running)
+    moved = {id.partition("-")[0] for id in one.running}
+    simulation.step()
+    simulation.die(one)
+    assert list(other.running) == [*theirs, *(f"{id}-2" for id in sorted(moved))]
+    assert not simulation.recovery.trying
+    simulation.submit(["new"])
+    assert "new-1" in other.running
+    for _ in range(LENGTH):
+        simulation.step()
+    simulation.check()
+
+
+@pytest.mark.parametrize("restart_steps", [0, 5])
+@pytest.mark.parametrize("bystanders", [0, 20, 200])
+def test_a_request_that_kills_workers_is_tried_on_a_new_one_while_the_others_serve(bystanders: int, restart_steps: int) -> None:
+    simulation = Simulation({"bad": 0}, num_workers=3, restart_steps=restart_steps)
+    simulation.submit(["bad", *map(str, range(bystanders))])
+    while not simulation.received["bad"]:
+        simulation.step()
+        assert not simulation.recovery.trying, "all have to wait"
+    simulation.run()
+    simulation.check()
+    assert isinstance(simulation.received["bad"][-1], ServerError)
+    assert simulation.deaths <= 6
+
+
+@settings(max_examples=70, deadline=None)
+@given(
+    killers=st.dictionaries(st.integers(0, 29).map(str), st.integers(0, 20), max_size=3),
+    kills=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), max_size=1),
+    later=st.integers(0, 20),
+    num_workers=st.integers(2, 4),
+    restart_steps=st.integers(0, 30),
+)
+def test_with_several_workers_only_killers_are_refused_and_no_other_request_loses_or_repeats_a_token(
+    killers: dict[str, int], kills: list[tuple[int, int]], later: int, num_workers: int, restart_steps: int
+) -> None:
+    simulation = Simulation(killers, num_workers, restart_steps)
+    ids = list(map(str, range(30)))
+    simulation.submit(ids[later:])
+    for steps, which in kills:
+        for _ in range(steps):
+            simulation.step()
+        if simulation.workers:
+            simulation.die(simulation.workers[which % len(simulation.workers)])
+    simulation.submit(ids[:later])
+    simulation.run()
+    simulation.check()
+
+
+def test_where_no_new_worker_starts_a_living_one_tries_the_suspects_once_it_has_ended_what_it_runs() -> None:
+    simulation = Simulation({"bad": 0}, num_workers=3, restart_steps=10**6)
+    simulation.submit(["good", "bad"])
+    for _ in range(2):
+        simulation.step()
+    assert simulation.deaths == 2
+    (last,) = simulation.workers
+    simulation.submit(["other"])
+    assert not any(id.startswith("bad") for id in last.running)
+    simulation.recovery.no_worker_soon()
+    simulation.submit(["late"])
+    running = list(last.running)
+    assert "other-1" in running
+    assert "late-1" not in running
+    while simulation.workers:
+        simulation.step()
+    assert isinstance(simulation.received["bad"][-1], ServerError)
+    assert len(simulation.received["other"]) == LENGTH
+    simulation.start_worker()
+    for _ in range(LENGTH):
+        simulation.step()
+    simulation.check()
 
 
 # --- real processes ----------------------------------------------------------------------------------------------------------

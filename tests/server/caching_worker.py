@@ -1,0 +1,119 @@
+"""A worker with the real scheduler and cache, over a model that says the prompt's own tokens over and over, at a model's pace."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from radixkv.cache import PrefixCache
+from radixkv.cache.retention import Retention
+from radixkv.config import EngineConfig
+from radixkv.sampling_params import SamplingParams
+from radixkv.scheduling.fair_shares import FairShares
+from radixkv.scheduling.policy import queue_policy
+from radixkv.scheduling.request import Request, RequestOutput
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.server.worker import main
+
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.002"))
+TOKEN_SECONDS = float(os.environ.get("TOKEN_SECONDS", "0.00002"))
+MAX_MODEL_LEN = 16384
+
+
+class CachingEngine:
+    """What ``Engine`` does, but for the model: output token ``i`` is prompt token ``i mod length``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        while Path(tempfile.gettempdir(), "hold").exists():  # lets a test say when it starts
+            time.sleep(0.01)
+        self.config = config
+        self.cache = PrefixCache(config.num_blocks, config.block_size, attribution=True)
+        self.scheduler = Scheduler(
+            self.cache,
+            FairShares(lambda: queue_policy(config.policy, config.aging_tokens_per_second), quantum=config.max_batch_tokens),
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self._generated_tokens = 0
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        namespace: str = "",
+        output_token_ids: Sequence[int] = (),
+        retention: Retention | None = None,
+    ) -> None:
+        self.scheduler.add(
+            Request(
+                request_id, token_ids, params, output_token_ids=output_token_ids, namespace=namespace, retention=retention,
+                arrival_time=time.monotonic(),
+            )
+        )  # fmt: skip
+
+    def abort(self, request_id: str) -> bool:
+        request = self.scheduler.find(request_id)
+        if request is not None:
+            self.scheduler.remove(request)
+        return request is not None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[RequestOutput]:
+        batch = self.scheduler.schedule()
+        time.sleep(STEP_SECONDS + TOKEN_SECONDS * batch.num_tokens)
+        outputs = []
+        for request in [sequence.request for sequence in batch.sequences if sequence.samples]:
+            missed = request.missed if not request.num_output_tokens else None
+            token = int(request.prompt_token_ids[request.num_output_tokens % request.num_prompt_tokens])
+            finish_reason = request.append(token)
+            self._generated_tokens += 1
+            if finish_reason:
+                self.scheduler.remove(request)
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=[token],
+                    finish_reason=finish_reason,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_cached_tokens=request.num_cached_tokens,
+                    missed=missed,
+                )
+            )
+        return outputs
+
+    def stats(self) -> dict[str, Any]:
+        cache = self.cache.stats()
+        return {
+            "model": self.config.model,
+            "max_model_len": MAX_MODEL_LEN,
+            "num_threads": self.config.num_threads or 0,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "requests": cache.total.requests,
+            "prompt_tokens": cache.total.prompt_tokens,
+            "cached_tokens": cache.total.cached_tokens,
+            "generated_tokens": self._generated_tokens,
+            "preemptions": self.scheduler.num_preemptions,
+            "blocks_total": cache.blocks_total,
+            "blocks_free": cache.blocks_free,
+            "blocks_cached": cache.blocks_cached,
+            "blocks_locked": cache.blocks_locked,
+            "namespaces": {name: {"requests": counts.requests} for name, counts in cache.namespaces.items()},
+        }
+
+    def reset_cache(self) -> None:
+        self.cache.reset()
+
+
+if __name__ == "__main__":
+    sys.exit(main(CachingEngine))  # type: ignore[arg-type]
