@@ -170,18 +170,18 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule()
-        if not batch.sequences:
+        if not batch.requests:
             return []
         started = time.monotonic()
-        requests = [seq.request for seq in batch.sequences if seq.samples]
+        requests = batch.sampling
         try:
             with torch_threads(self._torch_threads):
                 token_ids, logprobs = sample(self.runner.forward(batch), requests)
         except torch.AcceleratorError:  # the device is lost to this process: only another one can go on
             raise
         except Exception as error:
-            logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
-            return self._fail([seq.request for seq in batch.sequences], f"{type(error).__name__}: {error}")
+            logger.exception("a step failed; its %d requests are ended", len(batch))
+            return self._fail(batch.requests, f"{type(error).__name__}: {error}")
         self._count(batch, time.monotonic() - started)
         outputs = []
         if -1 in token_ids:
@@ -230,8 +230,7 @@ class Engine:
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._steps += 1
-        # Lists, not generators: at hundreds of sequences the difference is as much as the rest of this.
-        prefill = sum([seq.num_tokens for seq in batch.sequences if seq.start < seq.request.num_prompt_tokens])
+        prefill = batch.num_prompt_tokens
         self._prompt_tokens_computed += prefill
         if prefill:
             self._prefill_seconds += seconds * prefill / batch.num_tokens

@@ -15,8 +15,8 @@ from radixkv.cache.node import Node
 class TreeOrder(NamedTuple):
     """An order of leases, and the pieces of their paths through the tree that several of them share."""
 
-    order: list[int]
-    """Indices of the leases, depth first."""
+    order: NDArray[np.intp]
+    """Indices of the leases, depth first: ``[n]``."""
     segments: NDArray[np.int32]
     """int32 ``[P, 4]``: first lease in that order, number of leases, first token, end token.  Ends are multiples of the block size;
     a lease's segments are disjoint, and those nearer to the root come first."""
@@ -48,7 +48,7 @@ def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
             if step.parent is None:
                 stack.append(step)
             if len(below) > most:
-                return TreeOrder(list(range(len(leases))), np.empty((0, 4), dtype=np.int32))
+                return TreeOrder(np.arange(len(leases)), np.empty((0, 4), dtype=np.int32))
             child, step = step, step.parent
     order: list[int] = []
     rows: list[list[int]] = []
@@ -70,4 +70,4 @@ def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
             segments[-1][3] = row[3]  # a node and its only child on a path
         else:
             segments.append(row)
-    return TreeOrder(order, np.array(segments, dtype=np.int32).reshape(-1, 4))
+    return TreeOrder(np.array(order, dtype=np.intp), np.array(segments, dtype=np.int32).reshape(-1, 4))

@@ -50,7 +50,7 @@ class Request:
 
     __slots__ = (
         "_buffer", "_read_only", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace", "num_cached_tokens",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "request_id",
+        "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "request_id",
         "retention", "stop_token_ids",
     )  # fmt: skip
 
@@ -90,8 +90,6 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = known
         self.last_token = self._buffer.item(known - 1)
-        self.num_computed_tokens = 0
-        """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the cache when the request was first admitted."""
         self.missed: dict[str, int] | None = None

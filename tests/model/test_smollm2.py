@@ -11,7 +11,6 @@ import torch
 from radixkv.model.loader import ModelSource, load_model_config
 from radixkv.model.sampler import sample
 from radixkv.model.tokenizer import load_tokenizer
-from radixkv.scheduling.batch import Batch, ScheduledSequence
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -77,7 +76,7 @@ def _greedy(driver: Any, prompt: list[int], count: int) -> list[int]:
     request = driver.request(prompt, count)
     computed = 0
     while request.num_output_tokens < count:
-        logits = driver.runner.forward(Batch([ScheduledSequence(request, computed, request.num_tokens - computed)]))
+        logits = driver.runner.forward(kit.batch_of((request, computed, request.num_tokens - computed)))
         computed = request.num_tokens
         request.append(sample(logits, [request])[0][0])
     return request.output_token_ids.tolist()
