@@ -193,9 +193,11 @@ class Engine:
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
             if token_id < 0:
                 continue
-            missed = request.missed if request.num_output_tokens == 0 else None
-            added, finish_reason = request.extend(token_id)
-            self._generated_tokens += len(added)
+            is_first = request.num_tokens == request.num_prompt_tokens
+            if request.grammar is None:
+                added, finish_reason = [token_id], request.append(token_id)
+            else:
+                added, finish_reason = request.extend(token_id, request.grammar)
             if finish_reason:
                 self.scheduler.remove(request)
             outputs.append(
@@ -206,9 +208,10 @@ class Engine:
                     finish_reason=finish_reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
-                    missed=missed,
+                    missed=request.missed if is_first else None,
                 )
             )
+        self._generated_tokens += sum([len(output.token_ids) for output in outputs])
         return outputs
 
     def _fail(self, requests: Sequence[Request], error: str) -> list[RequestOutput]:

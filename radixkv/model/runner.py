@@ -41,18 +41,25 @@ def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
     """Flatten a batch: O(tokens) in numpy."""
     starts, counts, tables = batch.starts, batch.counts, batch.block_tables
     ends = starts + counts
-    query_start_loc = np.zeros(len(batch) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
-
-    row_of_token = np.repeat(np.arange(len(batch)), counts)
-    positions = np.arange(len(row_of_token)) + (starts - query_start_loc[:-1])[row_of_token]
-    slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    rows = np.arange(len(batch))
+    last_tokens = np.fromiter(map(_last_token, batch.requests), np.int64, len(batch))
+    max_query_len = int(counts.max())
+    if max_query_len == 1 and batch.samples.all():  # decodes alone
+        query_start_loc = np.arange(len(batch) + 1, dtype=np.int32)
+        row_of_token = last_rows = rows
+        positions, token_ids = starts, last_tokens
+    else:
+        query_start_loc = np.zeros(len(batch) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        row_of_token, last_rows = np.repeat(rows, counts), query_start_loc[1:].astype(np.int64) - 1
+        positions = np.arange(len(row_of_token)) + (starts - query_start_loc[:-1])[row_of_token]
+        token_ids = np.empty(len(row_of_token), dtype=np.int64)
+        token_ids[last_rows] = last_tokens
+        for i in np.flatnonzero((counts > 1) | ~batch.samples).tolist():
+            token_ids[query_start_loc[i] : query_start_loc[i + 1]] = batch.requests[i].tokens[starts[i] : ends[i]]
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables[row_of_token, blocks] * np.int64(block_size) + offsets
     slots[positions < batch.write_starts[row_of_token]] = -1
-    last_rows = query_start_loc[1:].astype(np.int64) - 1
-    token_ids = np.empty(len(row_of_token), dtype=np.int64)
-    token_ids[last_rows] = np.fromiter(map(_last_token, batch.requests), np.int64, len(batch))
-    for i in np.flatnonzero((counts > 1) | ~batch.samples).tolist():
-        token_ids[query_start_loc[i] : query_start_loc[i + 1]] = batch.requests[i].tokens[starts[i] : ends[i]]
     return Inputs(
         token_ids=token_ids,
         positions=positions,
@@ -61,7 +68,7 @@ def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
         seq_lens=ends.astype(np.int32),
         block_tables=tables,
         sampled_rows=last_rows[batch.samples],
-        max_query_len=int(counts.max()),
+        max_query_len=max_query_len,
         max_seq_len=int(ends.max()),
         tree_segments=batch.tree_segments,
     )

@@ -115,22 +115,22 @@ class Request:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
-    def extend(self, token_id: int) -> tuple[list[int], FinishReason | None]:
-        """Add a sampled token, and those that the grammar then forces.  Returns them all, and why the last one is the last.
+    def extend(self, token_id: int, grammar: Grammar) -> tuple[list[int], FinishReason | None]:
+        """Add a sampled token, and those that its grammar then forces.  Returns them all, and why the last one is the last.
 
         Nothing is forced where log-probabilities are wanted: only the model could say them.
         """
         finish_reason = self.append(token_id)
-        if self.grammar is None or finish_reason == "stop":
+        if finish_reason == "stop":
             return [token_id], finish_reason
-        self.grammar.accept(token_id)
+        grammar.accept(token_id)
         added = [token_id]
-        for forced in self.grammar.forced() if finish_reason is None and self.params.logprobs is None else ():
+        for forced in grammar.forced() if finish_reason is None and self.params.logprobs is None else ():
             added.append(forced)
-            self.grammar.accept(forced)
+            grammar.accept(forced)
             if finish_reason := self.append(forced):
                 break
-        return added, "stop" if self.grammar.finished else finish_reason
+        return added, "stop" if grammar.finished else finish_reason
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a token.  Returns why it is the last one, or None if another may follow."""

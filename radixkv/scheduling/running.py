@@ -19,7 +19,7 @@ class Running:
 
     A step asks the same of every sequence: is there room for its next token, where does that go, which blocks hold those before it.
     In columns that is a few operations on arrays, and a request and its lease are only looked at where it begins or fills a block.
-    A row repeats what its request and lease say, so :meth:`lease_changed` must be called after every call of the cache for that
+    A row repeats what its request and lease say, so :meth:`lease_changed` must be called where a call of the cache changed the
     lease; ``num_computed`` is kept here alone.
     """
 
@@ -61,7 +61,7 @@ class Running:
 
     def lease_changed(self, i: int) -> None:
         """Read again what the lease of request ``i`` says."""
-        row, lease = self.rows[i], self.requests[i].lease
+        row, lease = self.rows.item(i), self.requests[i].lease
         assert lease is not None
         self.room[row] = lease.num_tokens
         self.write_start[row] = lease.write_start

@@ -129,14 +129,16 @@ class Scheduler:
     def _compute(self, i: int, most: int) -> int:
         """Put up to ``most`` tokens of running request ``i`` into this step, and publish what they fill.  Returns how many."""
         running, size = self._running, self.cache.block_size
-        request, row = running.requests[i], running.rows[i]
-        assert request.lease is not None
-        start = running.num_computed.item(row)
+        request, row = running.requests[i], running.rows.item(i)
+        lease = request.lease
+        assert lease is not None
+        start, write_start = running.num_computed.item(row), lease.write_start
         count = min(most, request.num_tokens - start)
         end = start + count
         running.num_computed[row] = end
-        self.cache.publish(request.lease, request.tokens, end, written=False)
-        running.lease_changed(i)
+        self.cache.publish(lease, request.tokens, end, written=False)
+        if lease.write_start != write_start:  # it was moved onto blocks of another sequence
+            running.lease_changed(i)
         if end // size > start // size:
             self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)
         return count
