@@ -29,7 +29,7 @@ _NODES_A_LEASE = 32
 def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
     """Walk the part of the tree that the leases' published blocks lie in: O(leases).
 
-    Where that part has more than 256 nodes and 32 a lease, it is given up: the order is the given one, and nothing counts as shared.
+    Where that part has more than 256 nodes and 32 a lease, it is given up: the order is the given one, nothing counts as shared.
     """
     left = _FEW_NODES + _NODES_A_LEASE * len(leases)
     ending: dict[Node, list[int]] = {}

@@ -139,7 +139,7 @@ class Scheduler:
         self.cache.publish(lease, request.tokens, end, written=False)
         if lease.write_start != write_start:  # it was moved onto blocks of another sequence
             running.lease_changed(i)
-        if end // size > start // size:
+        if self._waiting and end // size > start // size:
             self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)
         return count
 
