@@ -102,8 +102,8 @@ def occupancy(
         for sequence in batch.sequences:
             if sequence.samples and sequence.request.append(next(fresh)):
                 scheduler.remove(sequence.request)
-    means = (float(np.mean(values)) for values in (wastes, wastes_of_all, empty_ends))
-    return Occupancy(*means, peak, table_bytes, scheduler.num_preemptions)
+    waste, waste_of_all, empty_end = np.mean((wastes, wastes_of_all, empty_ends), axis=1).tolist()
+    return Occupancy(waste, waste_of_all, empty_end, peak, table_bytes, scheduler.num_preemptions)
 
 
 class Speed(NamedTuple):
