@@ -80,11 +80,11 @@ def run_mode(
     mode: Mode, model: str, dtype: str, lanes: dict[str, list[list[str]]], progress: Progress
 ) -> dict[str, list[tuple[Any, str]]]:
     """For each workload, each request's tokens and the digest of its logits, a lane's requests one after the other."""
-    from radixkv import LLM, SamplingParams
-    from radixkv.scheduling.batch import Batch
+    from radixkv import LLM, PrefixCache, SamplingParams
+    from radixkv.cache.tree_order import tree_order
 
     results: dict[str, list[tuple[Any, str]]] = {}
-    off = mock.patch.object(Batch, "put_in_tree_order", return_value=None)
+    off = mock.patch.object(PrefixCache, "tree_order", return_value=tree_order((), 1))  # nothing is shared
     llm = LLM(
         model,
         dtype=dtype,

@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from bench.cache import Flag, steps
 from bench.command_line import run
 from bench.cost_plot import Panel, cost_svg
-from bench.memory_serving import MAX_MODEL_LEN, Engines, Layout, Tokens, occupancy, speed
+from bench.memory_serving import MAX_MODEL_LEN, MOST_RUNNING, Engines, Layout, Tokens, occupancy, speed
 from bench.workloads import WORKLOADS, Workload
 from radixkv.config import EngineConfig
 from radixkv.model.loader import resolve_model
@@ -40,7 +40,9 @@ def prompts_of(workload: Workload, encode: Callable[[str], list[int]]) -> list[T
     return [np.array(encode(text), dtype=np.int32) for text in texts]
 
 
-def measure(workload: Workload, prompts: Sequence[Tokens], budget: int, engines: Engines, bars: Progress) -> Figures:
+def measure(
+    workload: Workload, prompts: Sequence[Tokens], budget: int, most_running: int, engines: Engines, bars: Progress
+) -> Figures:
     """All layouts over one workload."""
     name = workload.name
     layouts = [CONTIGUOUS, *(Layout(size, shares) for shares in (False, True) for size in BLOCK_SIZES)]
@@ -49,7 +51,7 @@ def measure(workload: Workload, prompts: Sequence[Tokens], budget: int, engines:
     overall = bars.add_task(f"{name}: speed by layout", total=len(BLOCK_SIZES) + 1)
     for layout in layouts:
         row: Figures = {"layout": layout.name, "shares_prefixes": layout.shares_prefixes}
-        row |= occupancy(prompts, workload.max_tokens, budget, layout)._asdict()
+        row |= occupancy(prompts, workload.max_tokens, budget, layout, most_running)._asdict()
         if layout.shares_prefixes or layout is CONTIGUOUS:
             stride = SAMPLE if layout is CONTIGUOUS and len(prompts) > SAMPLE else 1
             bar = bars.add_task(f"{name}, {layout.name}", total=None)
@@ -82,7 +84,7 @@ def measure(workload: Workload, prompts: Sequence[Tokens], budget: int, engines:
 def print_workload(console: Console, figures: Figures) -> None:
     """A row a layout."""
     contiguous, *paged = figures["rows"]
-    names = ("waste", "sequences", "x", "table bytes", "preempted", "waste, shared", "sequences", "x", "tokens/s")
+    names = ("waste", "sequences", "x", "table bytes", "preempted", "waste, shared", "of all", "sequences", "x", "tokens/s")
     table = Table(
         Column("blocks of", justify="right"), *(Column(name, justify="right") for name in names), title_justify="left",
         title=f"{figures['workload']}: {figures['requests']} requests at once, mean "
@@ -95,12 +97,12 @@ def print_workload(console: Console, figures: Figures) -> None:
 
     table.add_row(
         contiguous["layout"], f"{contiguous['waste']:.2%}", *sequences(contiguous), "-", str(contiguous["preemptions"]),
-        "-", "-", "-", f"{contiguous['tokens_per_second']:.0f}",
+        "-", "-", "-", "-", f"{contiguous['tokens_per_second']:.0f}",
     )  # fmt: skip
     for alone, shared in zip(paged[: len(BLOCK_SIZES)], paged[len(BLOCK_SIZES) :], strict=True):
         table.add_row(
             alone["layout"], f"{alone['waste']:.2%}", *sequences(alone), f"{alone['table_bytes']:,}", str(alone["preemptions"]),
-            f"{shared['waste']:.2%}", *sequences(shared), f"{shared['tokens_per_second']:.0f}",
+            f"{shared['waste']:.2%}", f"{shared['waste_of_all']:.2%}", *sequences(shared), f"{shared['tokens_per_second']:.0f}",
         )  # fmt: skip
     console.print(table)
 
@@ -132,6 +134,7 @@ def memory(
     *,
     workload: Literal["fewshot", "agent", "unique", "all"] = "all",
     budget: Annotated[int, Parameter(validator=Number(gte=MAX_MODEL_LEN))] = 4 * MAX_MODEL_LEN,
+    running: Annotated[int, Parameter(validator=Number(gte=1, lte=MOST_RUNNING))] = MOST_RUNNING,
     model: str = EngineConfig.model,
     quick: Flag = False,
     json: Path | None = None,
@@ -144,9 +147,11 @@ def memory(
     the same scheduler: contiguous reservation is held to budget / 4,096 sequences, with nothing shared.
 
     Waste is the share of reserved slots (a token's K/V each) that no token of a prompt, or of the output so far, uses: the mean
-    over all steps. It, the most sequences that ran at once, and the bytes of their block tables come from the real scheduler and
-    cache without a model, first with prefix sharing off, which is paging's gain alone, then with it on. Tokens a second are of the
-    real engine on the real model, prefixes shared; for contiguous reservation nothing is, and one request in 8 is timed.
+    over all steps. The second figure of waste with sharing is of all blocks in use, those of finished requests among them, which
+    stay cached and are full; the first is of those that running sequences hold. Waste, the most sequences that ran at once, and the
+    bytes of their block tables come from the real scheduler and cache without a model, first with prefix sharing off, which is
+    paging's gain alone, then with it on. Tokens a second are of the real engine on the real model, prefixes shared; for contiguous
+    reservation nothing is, and one request in 8 is timed.
 
     All requests wait from the start, an agent's turns too: their histories are scripted. Small blocks waste less, large ones make
     shorter tables; what a block size costs in speed is the last column.
@@ -157,6 +162,8 @@ def memory(
         What to serve.
     budget
         KV memory in tokens.
+    running
+        Most sequences at once, where waste and sequences are counted.
     model
         What to run; its tokenizer cuts the prompts. Fetched if need be.
     quick
@@ -179,13 +186,13 @@ def memory(
         for name in WORKLOADS if workload == "all" else [workload]:
             served = WORKLOADS[name]()
             prompts = prompts_of(served, encode)[:: 10 if quick else 1]
-            figures = measure(served, prompts, budget, engines, bars)
+            figures = measure(served, prompts, budget, running, engines, bars)
             result["workloads"].append(figures)
             print_workload(console, figures)
     differing = {figures["workload"]: figures["requests_with_differing_outputs"] for figures in result["workloads"]}
     console.print(
-        "x: sequences over contiguous. shared: prefix sharing on, a shared block counted once; left of it, off. "
-        "tokens/s: of output. Requests whose greedy output depends on the layout: "
+        "x: sequences over contiguous. shared: prefix sharing on, a shared block counted once; left of it, off. of all: as a share "
+        "of cached blocks too. tokens/s: of output. Requests whose greedy output depends on the layout: "
         + ", ".join(f"{name} {count}" for name, count in differing.items())
     )
     if json is not None:

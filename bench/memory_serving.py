@@ -40,8 +40,8 @@ class Layout(NamedTuple):
     def name(self) -> str:
         return CONTIGUOUS if self.block_size is None else f"{self.block_size}"
 
-    def most_running(self, budget: int) -> int:
-        return budget // MAX_MODEL_LEN if self.block_size is None else MOST_RUNNING
+    def most_running(self, budget: int, most: int = MOST_RUNNING) -> int:
+        return min(budget // MAX_MODEL_LEN, most) if self.block_size is None else most
 
 
 class Occupancy(NamedTuple):
@@ -52,6 +52,11 @@ class Occupancy(NamedTuple):
     of all blocks that running sequences hold, a shared block counted once; in use are those that belong to a token of a prompt or
     of the output so far.  In blocks this is what PagedAttention calls internal fragmentation: the empty end of a sequence's last
     block.  Of contiguous slots it is internal fragmentation and what is reserved for tokens to come."""
+    waste_of_all: float
+    """The same slots as a share of all blocks in use: those of finished requests, which stay cached, are full of K/V.  Without
+    prefix sharing there are none."""
+    empty_end: float
+    """Mean of the slots that are unused of a running sequence: (block size - 1) / 2 where lengths are spread evenly."""
     running: int
     """Most sequences that ran at once."""
     table_bytes: int
@@ -59,39 +64,46 @@ class Occupancy(NamedTuple):
     preemptions: int
 
 
-def occupancy(prompts: Sequence[Tokens], max_tokens: int, budget: int, layout: Layout) -> Occupancy:
+def occupancy(
+    prompts: Sequence[Tokens], max_tokens: int, budget: int, layout: Layout, most_running: int = MOST_RUNNING
+) -> Occupancy:
     """Serve ``prompts``, which all wait from the start, through the real scheduler and cache, without a model.
 
-    ``budget`` is the KV memory in tokens.  Contiguous reservation is the same scheduler, held to as many sequences as have room
-    for ``MAX_MODEL_LEN`` tokens each.
+    ``budget`` is the KV memory in tokens; at most ``most_running`` run at once.  Contiguous reservation is the same
+    scheduler, held to as many sequences as have room for ``MAX_MODEL_LEN`` tokens each.
     """
     block_size = layout.block_size or 16
     cache = PrefixCache(budget // block_size, block_size, enable_prefix_caching=layout.shares_prefixes)
     scheduler = Scheduler(
-        cache, FirstComeFirstServed(), max_batch_tokens=EngineConfig.max_batch_tokens, max_num_seqs=layout.most_running(budget)
-    )
+        cache, FirstComeFirstServed(), max_batch_tokens=EngineConfig.max_batch_tokens,
+        max_num_seqs=layout.most_running(budget, most_running),
+    )  # fmt: skip
     params = SamplingParams(max_tokens=max_tokens)
     for i, prompt in enumerate(prompts):
         scheduler.add(Request(str(i), prompt, params, arrival_time=i))
     fresh = itertools.count(10**6)  # outputs that no prompt goes on with
-    wastes, most_running, table_bytes = [], 0, 0
+    wastes, wastes_of_all, empty_ends, peak, table_bytes = [], [], [], 0, 0
     while scheduler.running or scheduler.waiting:
         batch = scheduler.schedule()
         running = scheduler.running
         tables = [request.lease.block_table for request in running if request.lease is not None]
         if layout.block_size is None:
-            reserved = len(running) * MAX_MODEL_LEN
+            reserved = in_use = len(running) * MAX_MODEL_LEN
             unused = reserved - sum(request.num_tokens for request in running)
         else:
             reserved = len(np.unique(np.concatenate(tables))) * block_size
+            in_use = (cache.pool.num_blocks - cache.pool.num_free) * block_size
             unused = sum(len(table) * block_size - r.num_tokens for r, table in zip(running, tables, strict=True))
             table_bytes = max(table_bytes, sum(table.nbytes for table in tables))
         wastes.append(unused / reserved)
-        most_running = max(most_running, len(running))
+        wastes_of_all.append(unused / in_use)
+        empty_ends.append(unused / len(running))
+        peak = max(peak, len(running))
         for sequence in batch.sequences:
             if sequence.samples and sequence.request.append(next(fresh)):
                 scheduler.remove(sequence.request)
-    return Occupancy(float(np.mean(wastes)), most_running, table_bytes, scheduler.num_preemptions)
+    waste, waste_of_all, empty_end = np.mean((wastes, wastes_of_all, empty_ends), axis=1).tolist()
+    return Occupancy(waste, waste_of_all, empty_end, peak, table_bytes, scheduler.num_preemptions)
 
 
 class Speed(NamedTuple):

@@ -171,18 +171,18 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule()
-        if not batch.sequences:
+        if not batch.requests:
             return []
         started = time.monotonic()
-        requests = [seq.request for seq in batch.sequences if seq.samples]
+        requests = batch.sampling
         try:
             with torch_threads(self._torch_threads):
                 token_ids, logprobs = sample(self.runner.forward(batch), requests)
         except torch.AcceleratorError:  # the device is lost to this process: only another one can go on
             raise
         except Exception as error:
-            logger.exception("a step failed; its %d requests are ended", len(batch.sequences))
-            return self._fail([seq.request for seq in batch.sequences], f"{type(error).__name__}: {error}")
+            logger.exception("a step failed; its %d requests are ended", len(batch))
+            return self._fail(batch.requests, f"{type(error).__name__}: {error}")
         now = time.monotonic()
         self._count(batch, now - started)
         outputs = []
@@ -195,10 +195,12 @@ class Engine:
         for request, token_id, logprob in zip(requests, token_ids, logprobs, strict=True):
             if token_id < 0:
                 continue
-            first = request.num_output_tokens == 0
+            is_first = request.num_tokens == request.num_prompt_tokens
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-            added, finish_reason = request.extend(token_id)
-            self._generated_tokens += len(added)
+            if request.grammar is None:
+                added, finish_reason = [token_id], request.append(token_id)
+            else:
+                added, finish_reason = request.extend(token_id, request.grammar)
             if finish_reason:
                 self.scheduler.remove(request)
             outputs.append(
@@ -209,13 +211,14 @@ class Engine:
                     finish_reason=finish_reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
-                    missed=request.missed if first else None,
-                    queued_seconds=request.admission_time - request.arrival_time if first else 0.0,
-                    prefill_seconds=now - request.admission_time if first else 0.0,
+                    missed=request.missed if is_first else None,
+                    queued_seconds=request.admission_time - request.arrival_time if is_first else 0.0,
+                    prefill_seconds=now - request.admission_time if is_first else 0.0,
                     num_preemptions=request.num_preemptions,
                     prompt_logprobs=prompt_logprobs,
                 )
             )
+        self._generated_tokens += sum([len(output.token_ids) for output in outputs])
         return outputs
 
     def _fail(self, requests: Sequence[Request], error: str) -> list[RequestOutput]:
@@ -237,8 +240,7 @@ class Engine:
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._steps += 1
-        # Lists, not generators: at hundreds of sequences the difference is as much as the rest of this.
-        prefill = sum([seq.num_tokens for seq in batch.sequences if seq.start < seq.request.num_prompt_tokens])
+        prefill = batch.num_prompt_tokens
         self._prompt_tokens_computed += prefill
         if prefill:
             self._prefill_seconds += seconds * prefill / batch.num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heapify, heappop, heappush
 from math import log2
 from typing import Literal, Protocol, get_args
@@ -100,15 +101,19 @@ class EvictionOrder:
     """The evictable leaves in order of value, retained ones last.
 
     Leaves are pushed when they become evictable.  Nothing is removed when a leaf is used or locked: its entry is then stale, is
-    skipped when it comes up, and is swept out when stale ones are the majority.  So a push is O(log leaves), and so is a victim,
-    amortised.
+    skipped when it comes up, and is swept out when stale ones are the majority.  An entry that is worth no less than the one pushed
+    before it, as nearly all are under LRU, is in order where it is: only the others go to a heap.  So a push is O(1) or O(log
+    leaves), and so is a victim, amortised.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self._value = policy.value
         self._evicted = None if isinstance(policy, LRU) else policy.evicted  # LRU has no use for it
+        self._run: deque[tuple[float, int, Node]] = deque()
+        """Entries in the order they were pushed in, which is theirs."""
         self._heap: list[tuple[float, int, Node]] = []
+        """Those that were less than the run's last one."""
         self._retained: list[tuple[int, float, int, Node, Hold]] = []
         self._deadlines: list[tuple[float, int, Node, Hold]] = []
         self._sweep_at = 64
@@ -116,9 +121,13 @@ class EvictionOrder:
     def push(self, leaf: Node) -> None:
         hold = leaf.retention
         if hold is None:
-            heap = self._heap
-            heappush(heap, (self._value(leaf), leaf.last_use, leaf))
-            if len(heap) > self._sweep_at:
+            entry = (self._value(leaf), leaf.last_use, leaf)
+            run, heap = self._run, self._heap
+            if run and entry < run[-1]:
+                heappush(heap, entry)
+            else:
+                run.append(entry)
+            if len(run) + len(heap) > self._sweep_at:
                 self._sweep()
         else:
             heappush(self._retained, (hold.priority, self._value(leaf), leaf.last_use, leaf, hold))
@@ -130,15 +139,19 @@ class EvictionOrder:
         """The least valuable leaf at ``now`` seconds; it stays until its blocks are gone.  None where there is none."""
         if self._deadlines:
             self._decay(now)
-        heap = self._heap
-        while heap:
-            value, last_use, leaf = heap[0]
+        run, heap = self._run, self._heap
+        while run or heap:
+            in_run = not heap or (run and run[0] < heap[0])
+            value, last_use, leaf = run[0] if in_run else heap[0]
             # is_evictable(leaf), written out: this runs for every leaf that is evicted
             if leaf.last_use == last_use and leaf.num_blocks and not (leaf.lock_count or leaf.live_children or leaf.retention):
                 if self._evicted is not None:
                     self._evicted(value)
                 return leaf
-            heappop(heap)
+            if in_run:
+                run.popleft()
+            else:
+                heappop(heap)
         retained = self._retained
         while retained:
             _, value, last_use, leaf, hold = retained[0]
@@ -159,15 +172,22 @@ class EvictionOrder:
 
     def _sweep(self) -> None:
         """Drop the stale entries, until there are twice as many as the valid ones again."""
-        self._heap = [e for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None]
+        self._run = deque(filter(_is_valid, self._run))
+        self._heap = list(filter(_is_valid, self._heap))
         self._retained = [e for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]]
         self._deadlines = [e for e in self._deadlines if e[3] is e[2].retention]
         heapify(self._heap)
         heapify(self._retained)
         heapify(self._deadlines)
-        self._sweep_at = 2 * max(len(self._heap), len(self._retained)) + 64
+        self._sweep_at = 2 * max(len(self._run) + len(self._heap), len(self._retained)) + 64
 
     def leaves(self) -> set[Node]:
         """Every leaf that has a valid entry.  O(entries); for checks."""
-        plain = {e[2] for e in self._heap if e[2].last_use == e[1] and is_evictable(e[2]) and e[2].retention is None}
+        plain = {entry[2] for entry in (*self._run, *self._heap) if _is_valid(entry)}
         return plain | {e[3] for e in self._retained if e[3].last_use == e[2] and is_evictable(e[3]) and e[3].retention is e[4]}
+
+
+def _is_valid(entry: tuple[float, int, Node]) -> bool:
+    """Whether the leaf of an entry that is not of the retained ones is as it was when it was pushed."""
+    _, last_use, leaf = entry
+    return leaf.last_use == last_use and is_evictable(leaf) and leaf.retention is None

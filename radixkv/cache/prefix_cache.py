@@ -417,7 +417,8 @@ class PrefixCache:
         O(leases), and far less where neither these leases nor the tree above them have changed since the last call.  Where their
         paths through the tree are long, several nodes a lease, nothing counts as shared.
         """
-        key = [self.tree.num_splits, *(lease._node for lease in leases)]
+        key: list[object] = [lease._node for lease in leases]
+        key.append(self.tree.num_splits)
         if key != self._tree_order[0]:
             self._tree_order = key, tree_order(leases, self.block_size)
         return self._tree_order[1]

@@ -15,25 +15,30 @@ from radixkv.cache.node import Node
 class TreeOrder(NamedTuple):
     """An order of leases, and the pieces of their paths through the tree that several of them share."""
 
-    order: list[int]
-    """Indices of the leases, depth first."""
+    order: NDArray[np.intp]
+    """Indices of the leases, depth first: ``[n]``."""
     segments: NDArray[np.int32]
     """int32 ``[P, 4]``: first lease in that order, number of leases, first token, end token.  Ends are multiples of the block size;
     a lease's segments are disjoint, and those nearer to the root come first."""
 
 
 _FEW_NODES = 256
+_NODES_A_LEASE = 32
 
 
 def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
     """Walk the part of the tree that the leases' published blocks lie in: O(leases).
 
-    Where that part has more than 256 nodes and 4 a lease, it is given up: the order is the given one, and nothing counts as shared.
+    Where that part has more than 256 nodes and 32 a lease, it is given up: the order is the given one, nothing counts as shared.
     """
-    most = _FEW_NODES + 4 * len(leases)
+    left = _FEW_NODES + _NODES_A_LEASE * len(leases)
     ending: dict[Node, list[int]] = {}
     for i, lease in enumerate(leases):
-        ending.setdefault(lease._node, []).append(i)
+        node = lease._node
+        while node.lock_count == 1 and node.parent is not None and left:  # no other lease ends here or below
+            node = node.parent
+            left -= 1
+        ending.setdefault(node, []).append(i)
     below: dict[Node, list[Node]] = {}  # of each node on a path, those right below it that are on one
     stack: list[Node | list[int]] = []
     for end in ending:
@@ -47,8 +52,9 @@ def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
             below[step] = [] if child is None else [child]
             if step.parent is None:
                 stack.append(step)
-            if len(below) > most:
-                return TreeOrder(list(range(len(leases))), np.empty((0, 4), dtype=np.int32))
+            left -= 1
+            if left < 0:
+                return TreeOrder(np.arange(len(leases)), np.empty((0, 4), dtype=np.int32))
             child, step = step, step.parent
     order: list[int] = []
     rows: list[list[int]] = []
@@ -70,4 +76,4 @@ def tree_order(leases: Sequence[Lease], block_size: int) -> TreeOrder:
             segments[-1][3] = row[3]  # a node and its only child on a path
         else:
             segments.append(row)
-    return TreeOrder(order, np.array(segments, dtype=np.int32).reshape(-1, 4))
+    return TreeOrder(np.array(order, dtype=np.intp), np.array(segments, dtype=np.int32).reshape(-1, 4))

@@ -6,6 +6,7 @@ On CUDA, batches of decodes alone run through graphs captured for a few batch si
 from __future__ import annotations
 
 import bisect
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from radixkv.scheduling.batch import Batch, ScheduledSequence
 
 SCORED_AT_ONCE = 64
 """Rows of logits at once: a prompt's would be gigabytes."""
+
+_last_token = attrgetter("last_token")
 
 
 class Inputs(NamedTuple):
@@ -39,32 +42,28 @@ class Inputs(NamedTuple):
 
 
 def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
-    """Flatten a batch: O(sequences) in Python, O(tokens) in numpy."""
-    sequences = batch.sequences
-    requests = [seq.request for seq in sequences]
-    starts = np.array([seq.start for seq in sequences])
-    counts = np.array([seq.num_tokens for seq in sequences])
-    leases = [lease for request in requests if (lease := request.lease) is not None]
-    if len(leases) < len(sequences):
-        raise ValueError("every scheduled sequence must hold a lease on its blocks")
+    """Flatten a batch: O(tokens) in numpy."""
+    starts, counts, tables = batch.starts, batch.counts, batch.block_tables
     ends = starts + counts
-    block_tables = [lease.block_table for lease in leases]
-    tables = np.zeros((len(sequences), max(map(len, block_tables))), dtype=np.int32)
-    for row, table in zip(tables, block_tables, strict=True):
-        row[: len(table)] = table
-    query_start_loc = np.zeros(len(sequences) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
-
-    row_of_token = np.repeat(np.arange(len(sequences)), counts)
-    positions = np.arange(len(row_of_token)) + (starts - query_start_loc[:-1])[row_of_token]
-    slots = tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    slots[positions < np.array([lease.write_start for lease in leases])[row_of_token]] = -1
-    samples = ends == np.array([request.num_tokens for request in requests])
-    last_rows = query_start_loc[1:].astype(np.int64) - 1
-    token_ids = np.empty(len(row_of_token), dtype=np.int64)
-    token_ids[last_rows] = [request.last_token for request in requests]
-    for i in np.flatnonzero((counts > 1) | ~samples).tolist():
-        token_ids[query_start_loc[i] : query_start_loc[i + 1]] = requests[i].tokens[starts[i] : ends[i]]
+    rows = np.arange(len(batch))
+    last_tokens = np.fromiter(map(_last_token, batch.requests), np.int64, len(batch))
+    max_query_len = int(counts.max())
+    if max_query_len == 1 and batch.samples.all():  # decodes alone
+        query_start_loc = np.arange(len(batch) + 1, dtype=np.int32)
+        row_of_token = last_rows = rows
+        positions, token_ids = starts, last_tokens
+    else:
+        query_start_loc = np.zeros(len(batch) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        row_of_token, last_rows = np.repeat(rows, counts), query_start_loc[1:].astype(np.int64) - 1
+        positions = np.arange(len(row_of_token)) + (starts - query_start_loc[:-1])[row_of_token]
+        token_ids = np.empty(len(row_of_token), dtype=np.int64)
+        token_ids[last_rows] = last_tokens
+        for i in np.flatnonzero((counts > 1) | ~batch.samples).tolist():
+            token_ids[query_start_loc[i] : query_start_loc[i + 1]] = batch.requests[i].tokens[starts[i] : ends[i]]
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables[row_of_token, blocks] * np.int64(block_size) + offsets
+    slots[positions < batch.write_starts[row_of_token]] = -1
     return Inputs(
         token_ids=token_ids,
         positions=positions,
@@ -72,8 +71,8 @@ def prepare_inputs(batch: Batch, block_size: int) -> Inputs:
         query_start_loc=query_start_loc,
         seq_lens=ends.astype(np.int32),
         block_tables=tables,
-        sampled_rows=last_rows[samples],
-        max_query_len=int(counts.max()),
+        sampled_rows=last_rows[batch.samples],
+        max_query_len=max_query_len,
         max_seq_len=int(ends.max()),
         tree_segments=batch.tree_segments,
     )
@@ -96,7 +95,7 @@ class ModelRunner:
         """
         if batch.copies:
             self.kv.copy(batch.copies)
-        if not batch.sequences:
+        if not batch.requests:
             return torch.empty(0, self.model.config.vocab_size, device=self.model.device)
         inputs = prepare_inputs(batch, self.kv.block_size)
         if batch.scores_prompts:

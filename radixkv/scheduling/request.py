@@ -57,8 +57,7 @@ class Request:
 
     __slots__ = (
         "_buffer", "_read_only", "admission_time", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace",
-        "num_cached_tokens", "num_computed_tokens", "num_counted_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens",
-        "params", "plain", "prompt_logprobs",
+        "num_cached_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "prompt_logprobs",
         "request_id", "retention", "stop_token_ids",
     )  # fmt: skip
 
@@ -100,10 +99,6 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = known
         self.last_token = self._buffer.item(known - 1)
-        self.num_computed_tokens = 0
-        """Leading tokens whose K/V are in blocks, or will be once the scheduled step has run."""
-        self.num_counted_tokens = 0
-        """Of those, the leading ones that were cached or that the queue was told of (:meth:`WaitingQueue.computed`)."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the cache when the request was first admitted."""
         self.missed: dict[str, int] | None = None
@@ -139,22 +134,22 @@ class Request:
             return num_cached_tokens
         return min(num_cached_tokens, len(self.prompt_logprobs))
 
-    def extend(self, token_id: int) -> tuple[list[int], FinishReason | None]:
-        """Add a sampled token, and those that the grammar then forces.  Returns them all, and why the last one is the last.
+    def extend(self, token_id: int, grammar: Grammar) -> tuple[list[int], FinishReason | None]:
+        """Add a sampled token, and those that its grammar then forces.  Returns them all, and why the last one is the last.
 
         Nothing is forced where log-probabilities are wanted: only the model could say them.
         """
         finish_reason = self.append(token_id)
-        if self.grammar is None or finish_reason == "stop":
+        if finish_reason == "stop":
             return [token_id], finish_reason
-        self.grammar.accept(token_id)
+        grammar.accept(token_id)
         added = [token_id]
-        for forced in self.grammar.forced() if finish_reason is None and self.params.logprobs is None else ():
+        for forced in grammar.forced() if finish_reason is None and self.params.logprobs is None else ():
             added.append(forced)
-            self.grammar.accept(forced)
+            grammar.accept(forced)
             if finish_reason := self.append(forced):
                 break
-        return added, "stop" if self.grammar.finished else finish_reason
+        return added, "stop" if grammar.finished else finish_reason
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a token.  Returns why it is the last one, or None if another may follow."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from radixkv.cache import PrefixCache
-from radixkv.scheduling.batch import Batch, ScheduledSequence
+from radixkv.scheduling.batch import Batch
 from radixkv.scheduling.policy import WaitingQueue
 from radixkv.scheduling.request import Request
+from radixkv.scheduling.running import Running
 
 
 class Scheduler:
@@ -25,8 +28,7 @@ class Scheduler:
         self.cache = cache
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
-        self.running: list[Request] = []
-        """In order of admission, so the youngest is last."""
+        self._running = Running(max_num_seqs)
         self.num_preemptions = 0
         self._queue = queue
         self._waiting: dict[str, Request] = {}
@@ -36,6 +38,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._queue.add(request, self.cache)
         self._waiting[request.request_id] = request
+
+    @property
+    def running(self) -> list[Request]:
+        """In order of admission, so the youngest is last."""
+        return self._running.requests
 
     @property
     def waiting(self) -> list[Request]:
@@ -51,64 +58,72 @@ class Scheduler:
         if request.lease is None:
             self._leave_waiting(request)
         else:
-            self.running.remove(request)
-            self._release(request)
+            self._release(self.running.index(request))
 
     def schedule(self) -> Batch:
         """Choose the work of one step.
 
         The batch is empty only when nothing waits or runs.
         """
-        batch = Batch()
+        running, size = self._running, self.cache.block_size
         preemptions = self.num_preemptions
-        prefilling = []
-        block_size, sequences = self.cache.block_size, batch.sequences
-        for request in self.running.copy():
-            lease, start = request.lease, request.num_computed_tokens
-            if request.num_tokens - start > 1:  # a prompt, or tokens that a grammar has forced
-                if lease is not None and (request.num_tokens <= lease.num_tokens or self._make_room(request)):
-                    prefilling.append(request)
-            elif lease is not None and (start < lease.num_tokens or self._make_room(request)):
-                if start >= request.num_prompt_tokens and (start + 1) % block_size:  # most decodes: nothing to publish
-                    request.num_computed_tokens = start + 1
-                    sequences.append(ScheduledSequence(request, start, 1))
-                else:
-                    self._schedule_chunk(batch, request, 1)
-        budget = self.max_batch_tokens - len(batch.sequences)
-        for request in prefilling:
-            if budget and request.lease is not None:
-                budget -= self._schedule_chunk(batch, request, budget)
+        num_tokens = running.count_tokens()
+        for i in np.flatnonzero(num_tokens > running.room[running.rows]).tolist():
+            if i < len(running):  # else it was preempted
+                self._make_room(i)
+        rows = running.rows
+        computed = running.num_computed[rows]
+        pending = num_tokens[: len(rows)] - computed
+        decodes = np.flatnonzero(pending == 1)
+        starts = computed[decodes]
+        for i in decodes[(starts < running.num_prompt_tokens[rows[decodes]]) | ((starts + 1) % size == 0)].tolist():
+            self._compute(i, 1)
+        running.num_computed[rows[decodes]] = starts + 1  # of most of them there is nothing to publish
+        budget = self.max_batch_tokens - len(decodes)
+        chunks: list[tuple[int, int]] = []  # which request, and how many of its tokens
+        for i in np.flatnonzero(pending > 1).tolist():  # prompts, and tokens that a grammar has forced
+            if budget:
+                chunks.append((i, self._compute(i, budget)))
+                budget -= chunks[-1][1]
         if self.num_preemptions == preemptions:  # else admitting would only take back what the preemption just freed
-            self._admit(batch, budget)
-        batch.put_in_tree_order(self.cache)
+            chunks += self._admit(budget)
+        counts = np.ones_like(decodes)
+        if chunks:
+            chosen, lengths = np.array(chunks).T
+            decodes, counts = np.append(decodes, chosen), np.append(counts, lengths)
+        batch = running.batch(decodes, counts, self.cache)
         batch.copies = self.cache.take_copies()
         return batch
 
-    def _admit(self, batch: Batch, budget: int) -> None:
-        while self._waiting and budget and len(self.running) < self.max_num_seqs:
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Let waiting requests run while the budget lasts.  Returns which they are of the running ones, and tokens of each."""
+        chunks: list[tuple[int, int]] = []
+        while self._waiting and budget and len(self._running) < self.max_num_seqs:
             request = min(self._resuming, key=_arrival_time) if self._resuming else self._queue.head(self.cache)
             lease = self.cache.acquire(
                 request.tokens,
                 namespace=request.namespace,
                 # Every running sequence may need a block soon; without this the newcomer would be preempted at once.
-                headroom=len(self.running),
+                headroom=len(self._running),
                 retention=request.retention,
                 resumed=request.num_preemptions > 0,
             )
             if lease is None:
-                return  # nobody overtakes the one whose turn it is, or a large request would wait for ever
+                break  # nobody overtakes the one whose turn it is, or a large request would wait for ever
             self._leave_waiting(request)
-            self.running.append(request)
             request.lease = lease
             start = request.first_to_compute(lease.num_cached_tokens)
-            request.num_computed_tokens = request.num_counted_tokens = start
             if not request.num_preemptions:
                 request.num_cached_tokens = min(start, request.num_prompt_tokens)
                 request.missed = lease.missed
                 request.admission_time = time.monotonic()
                 if request.missed is not None and start < lease.num_cached_tokens:
                     request.missed = {"logprobs": lease.num_cached_tokens - start} | request.missed
-            budget -= self._schedule_chunk(batch, request, budget)
+            i = len(self._running)
+            self._running.add(request, start)
+            chunks.append((i, self._compute(i, budget)))
+            budget -= chunks[-1][1]
+        return chunks
 
     def _leave_waiting(self, request: Request) -> None:
         del self._waiting[request.request_id]
@@ -117,48 +132,59 @@ class Scheduler:
         else:
             self._queue.remove(request)
 
-    def _schedule_chunk(self, batch: Batch, request: Request, budget: int) -> int:
-        assert request.lease is not None
-        start, size = request.num_computed_tokens, self.cache.block_size
-        chunk = min(budget, request.num_tokens - start)
-        end = request.num_computed_tokens = start + chunk
-        batch.sequences.append(ScheduledSequence(request, start, chunk))
-        batch.scores_prompts |= request.prompt_logprobs is not None
-        self._count(request)
-        self.cache.publish(request.lease, request.tokens, end, written=False)
-        if end // size > start // size:
+    def _compute(self, i: int, most: int) -> int:
+        """Put up to ``most`` tokens of running request ``i`` into this step, and publish what they fill.  Returns how many."""
+        running, size = self._running, self.cache.block_size
+        request, row = running.requests[i], running.rows.item(i)
+        lease = request.lease
+        assert lease is not None
+        start, write_start = running.num_computed.item(row), lease.write_start
+        count = min(most, request.num_tokens - start)
+        end = start + count
+        running.num_computed[row] = end
+        self._count(i)
+        self.cache.publish(lease, request.tokens, end, written=False)
+        if lease.write_start != write_start:  # it was moved onto blocks of another sequence
+            running.lease_changed(i)
+        if self._waiting and end // size > start // size:
             self._queue.cached(request.tokens[: end // size * size], request.namespace, start // size * size)
-        return chunk
+        return count
 
-    def _make_room(self, request: Request) -> bool:
-        """Get the blocks for all tokens that are known, preempting the youngest while there are none.
+    def _make_room(self, i: int) -> None:
+        """Get the blocks for all tokens that are known of running request ``i``, preempting the youngest while there are none.
 
-        False if ``request`` itself was the youngest.  The oldest always gets on, so every request ends.
+        That may be ``i`` itself.  The oldest always gets on, so every request ends.
         """
+        running, size = self._running, self.cache.block_size
+        request = running.requests[i]
         assert request.lease is not None
-        size = self.cache.block_size
         missing = -(-request.num_tokens // size) * size - request.lease.num_tokens  # all of the last block: no call for the rest
         while not self.cache.extend(request.lease, missing):
-            youngest = self.running.pop()
-            self._release(youngest)
+            youngest = running.requests[-1]
+            self._release(len(running) - 1)
             youngest.num_preemptions += 1
             self.num_preemptions += 1
             self._waiting[youngest.request_id] = youngest
             self._resuming.append(youngest)
             if youngest is request:
-                return False
-        return True
+                return
+        running.lease_changed(i)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, i: int) -> None:
+        """Running request ``i`` runs no more."""
+        request = self._running.requests[i]
         assert request.lease is not None
-        self._count(request)
+        self._count(i)
+        self._running.remove(i)
         self.cache.release(request.lease)
         request.lease = None
-        request.num_computed_tokens = 0
 
-    def _count(self, request: Request) -> None:
-        self._queue.computed(request.namespace, request.num_computed_tokens - request.num_counted_tokens)
-        request.num_counted_tokens = request.num_computed_tokens
+    def _count(self, i: int) -> None:
+        """Tell the queue how much has been computed for running request ``i`` since it was last told."""
+        running, row = self._running, self._running.rows.item(i)
+        computed = running.num_computed.item(row)
+        self._queue.computed(running.requests[i].namespace, computed - running.num_counted.item(row))
+        running.num_counted[row] = computed
 
 
 def _arrival_time(request: Request) -> float:

@@ -48,6 +48,15 @@ def test_a_shared_prefix_takes_its_blocks_once() -> None:
     assert shared.waste > alone.waste, "the same last blocks are a larger part of less memory"
 
 
+def test_what_stays_cached_of_finished_requests_is_in_use_and_full() -> None:
+    one_by_one = occupancy(prompts(8, 0, 200), 1, BUDGET, Layout(16, shares_prefixes=True), most_running=1)
+    assert one_by_one.running == 1
+    assert (one_by_one.waste, one_by_one.empty_end) == (pytest.approx(8 / 208), pytest.approx(8))
+    assert one_by_one.waste_of_all == pytest.approx(np.mean([8 / (208 + 192 * done) for done in range(8)]))
+    alone = occupancy(prompts(8, 0, 200), 1, BUDGET, Layout(16, shares_prefixes=False), most_running=1)
+    assert alone.waste_of_all == alone.waste
+
+
 def test_outputs_are_the_same_in_every_layout(tiny_model: Path) -> None:
     engines = Engines(str(tiny_model))
     many = [prompt % 250 for prompt in prompts(5, 64, 9)]

@@ -182,6 +182,7 @@ def break_into_a_locked_leaf(victim: Victim) -> None:
 
 @caught_as("the eviction order's leaves are not the unlocked leaves")
 def break_the_eviction_order(victim: Victim) -> None:
+    victim.tree.order._run.clear()
     victim.tree.order._heap.clear()
 
 

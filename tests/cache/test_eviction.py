@@ -353,7 +353,7 @@ def test_an_unknown_policy_is_refused_by_name():
 
 def entries(cache: PrefixCache) -> int:
     order = cache.tree.order
-    return len(order._heap) + len(order._retained) + len(order._deadlines)
+    return len(order._run) + len(order._heap) + len(order._retained) + len(order._deadlines)
 
 
 @pytest.mark.parametrize("retention", [None, Retention(3, 1000)])

@@ -326,7 +326,7 @@ def test_retention_that_is_over_leaves_nothing_in_memory():
         clock.now += 1
         serve(cache, LONG + 100 * i, retention=Retention(1, 0.5))
     order = cache.tree.order
-    assert len(order._heap) + len(order._retained) + len(order._deadlines) < 200
+    assert len(order._run) + len(order._heap) + len(order._retained) + len(order._deadlines) < 200
 
 
 def test_a_leaf_that_is_queued_twice_under_one_hold_can_still_be_evicted_when_that_is_over():

@@ -86,6 +86,15 @@ def test_nothing_is_shared_without_prefix_caching() -> None:
 def test_long_paths_are_given_up_rather_than_walked() -> None:
     cache = explaining(1000, 1)
     leases = [run(cache, np.array([1] * n + [2], dtype=np.int32)) for n in range(1, 400)]
-    order, segments = cache.tree_order(leases[-1:] * 2)
-    assert (order, len(segments)) == ([0, 1], 0)
+    order, segments = cache.tree_order(leases[-2:])
+    assert (order.tolist(), len(segments)) == ([0, 1], 0)
     assert len(cache.tree_order(leases[:20]).segments)
+
+
+def test_many_nodes_that_one_sequence_has_for_itself_hide_nothing_that_it_shares() -> None:
+    cache = explaining(1000, 1)
+    leases = [run(cache, np.array([1] * n + [2], dtype=np.int32)) for n in range(1, 300)]
+    for lease in leases[3:-1]:
+        cache.release(lease)  # the nodes stay, but end nobody's sequence any more
+    assert_right(cache, [*leases[:3], leases[-1]])
+    assert cache.tree_order([leases[2], leases[-1]]).segments.tolist() == [[0, 2, 0, 3]]

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.cache import BlockCopy
 from radixkv.kernels import load_backend
 from radixkv.model.kv_storage import KVStorage
 from radixkv.model.loader import load_model, load_model_config, resolve_model
 from radixkv.model.runner import ModelRunner
 from radixkv.platform import torch_threads
 from radixkv.sampling_params import SamplingParams
-from radixkv.scheduling.batch import Batch, ScheduledSequence
+from radixkv.scheduling.batch import Batch
 from radixkv.scheduling.request import Request
 
 TINY: dict[str, Any] = {
@@ -55,6 +56,22 @@ def reference_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
         return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
 
 
+def batch_of(*chunks: tuple[Request, int, int], copies: Sequence[BlockCopy] = ()) -> Batch:
+    """A batch of chunks: request, first token, number of tokens."""
+    requests = [request for request, _, _ in chunks]
+    leases = [lease for request in requests if (lease := request.lease) is not None]
+    starts, counts = (np.array([chunk[k] for chunk in chunks], dtype=np.int64) for k in (1, 2))
+    tables = np.zeros((len(chunks), max((len(lease.block_table) for lease in leases), default=0)), dtype=np.int32)
+    for row, lease in zip(tables, leases, strict=True):
+        row[: len(lease.block_table)] = lease.block_table
+    return Batch(
+        requests, starts, counts,
+        samples=starts + counts == [request.num_tokens for request in requests],
+        write_starts=np.array([lease.write_start for lease in leases], dtype=np.int64),
+        block_tables=tables, copies=list(copies),
+    )  # fmt: skip
+
+
 class Driver:
     """Runs sequences through our model: prefill in chunks, then decode, all sequences batched, over shuffled blocks."""
 
@@ -82,20 +99,19 @@ class Driver:
         """
         requests = [self.request(seq[: len(seq) - num_decoded], num_decoded) for seq in sequences]
         rows: list[list[torch.Tensor]] = [[] for _ in sequences]
-        step = 0
+        step, computed = 0, [0] * len(requests)
         while any(len(r) <= num_decoded for r in rows):
-            batch = Batch()
+            chunks = []
             for i, request in enumerate(requests):
                 if len(rows[i]) <= num_decoded and step >= i % 2:
-                    count = min(chunk, request.num_tokens - request.num_computed_tokens)
-                    batch.sequences.append(ScheduledSequence(request, request.num_computed_tokens, count))
-            sampling = [seq.request for seq in batch.sequences if seq.samples]
+                    count = min(chunk, request.num_tokens - computed[i])
+                    chunks.append((request, computed[i], count))
+                    computed[i] += count
+            batch = batch_of(*chunks)
             logits = self.runner.forward(batch).clone()
             assert logits.dtype == torch.float32
-            assert logits.shape == (len(sampling), self.config.vocab_size)
-            for seq in batch.sequences:
-                seq.request.num_computed_tokens = seq.end
-            for request, row in zip(sampling, logits, strict=True):
+            assert logits.shape == (len(batch.sampling), self.config.vocab_size)
+            for request, row in zip(batch.sampling, logits, strict=True):
                 i = requests.index(request)
                 rows[i].append(row)
                 if len(rows[i]) <= num_decoded:
@@ -176,6 +192,6 @@ def write_gguf(
 def kit() -> SimpleNamespace:
     """The helpers above: test files can't import one another in importlib mode."""
     return SimpleNamespace(
-        Driver=Driver, assert_agrees=assert_agrees, make_model=make_model, reference_logits=reference_logits, write_gguf=write_gguf,
-        BLOCK_SIZE=BLOCK_SIZE, TINY=TINY,
+        Driver=Driver, assert_agrees=assert_agrees, batch_of=batch_of, make_model=make_model, reference_logits=reference_logits,
+        write_gguf=write_gguf, BLOCK_SIZE=BLOCK_SIZE, TINY=TINY,
     )  # fmt: skip

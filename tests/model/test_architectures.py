@@ -15,7 +15,7 @@ from radixkv.cache import BlockCopy
 from radixkv.kernels import cpu, load_backend
 from radixkv.model.config import config_from_folder
 from radixkv.model.loader import load_model, load_model_config, resolve_model
-from radixkv.scheduling.batch import Batch, ScheduledSequence
+from radixkv.scheduling.batch import Batch
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -95,7 +95,7 @@ def test_rows_before_write_start_are_read_and_not_written(tmp_path: Path, kit: S
     driver = kit.Driver(str(tmp_path))
     tokens = np.random.default_rng(0).integers(0, 160, 14).tolist()
     owner = driver.request(tokens, 2)
-    expected = driver.runner.forward(Batch([ScheduledSequence(owner, 0, 14)]))
+    expected = driver.runner.forward(kit.batch_of((owner, 0, 14)))
 
     reader = driver.request(tokens, 2)
     assert reader.lease is not None
@@ -104,7 +104,7 @@ def test_rows_before_write_start_are_read_and_not_written(tmp_path: Path, kit: S
     reader.lease.write_start = 8  # two blocks of the owner's
     before = [k.clone() for k, _ in driver.kv.layers]
     # Recomputing from token 6 on covers rows 6 and 7, which are the owner's.
-    got = driver.runner.forward(Batch([ScheduledSequence(reader, 6, 8)]))
+    got = driver.runner.forward(kit.batch_of((reader, 6, 8)))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     for (k, _), old in zip(driver.kv.layers, before, strict=True):
         changed = {int(b) for b in (k != old).flatten(1).any(1).nonzero().flatten()}
@@ -116,7 +116,7 @@ def test_block_copies_are_made_before_anything_is_written(tmp_path: Path, kit: S
     driver = kit.Driver(str(tmp_path))
     tokens = np.random.default_rng(1).integers(0, 160, 10).tolist()
     owner = driver.request(tokens, 2)
-    expected = driver.runner.forward(Batch([ScheduledSequence(owner, 0, 10)]))
+    expected = driver.runner.forward(kit.batch_of((owner, 0, 10)))
     other = driver.request(tokens, 2)
     assert owner.lease is not None
     assert other.lease is not None
@@ -124,7 +124,7 @@ def test_block_copies_are_made_before_anything_is_written(tmp_path: Path, kit: S
     copies = [
         BlockCopy(int(a), int(b), n) for a, b, n in zip(owner.lease.block_table, other.lease.block_table, (4, 4, 1), strict=True)
     ]
-    got = driver.runner.forward(Batch([ScheduledSequence(other, 9, 1)], copies))
+    got = driver.runner.forward(kit.batch_of((other, 9, 1), copies=copies))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_a_step_without_a_last_chunk_gives_no_logits(tmp_path: Path, kit: Simple
     kit.make_model("Llama").save_pretrained(tmp_path)
     driver = kit.Driver(str(tmp_path))
     request = driver.request([1, 2, 3, 4, 5], 2)
-    assert driver.runner.forward(Batch([ScheduledSequence(request, 0, 3)])).shape == (0, 160)
+    assert driver.runner.forward(kit.batch_of((request, 0, 3))).shape == (0, 160)
     assert driver.runner.forward(Batch()).shape == (0, 160)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from radixkv.model.runner import DecodeGraphs, prepare_inputs
-from radixkv.scheduling.batch import Batch, ScheduledSequence
 
 
 class RerunGraph:
@@ -64,11 +63,11 @@ def test_padded_decode_equals_unpadded_and_writes_only_its_own_rows(
     rng = np.random.default_rng(5)
     requests = [driver.request(rng.integers(0, 160, n).tolist(), 4) for n in (3, 17, 8, 30, 5, 12)]
     for request in requests:
-        driver.runner.forward(Batch([ScheduledSequence(request, 0, request.num_tokens)]))
+        driver.runner.forward(kit.batch_of((request, 0, request.num_tokens)))
         request.append(int(rng.integers(160)))
     # From large to small and back, so that what a larger batch left in the buffers must not be read.
     for size in (6, 3, 1, 5, 2, 6):
-        batch = Batch([ScheduledSequence(r, r.num_tokens - 1, 1) for r in requests[:size]])
+        batch = kit.batch_of(*((r, r.num_tokens - 1, 1) for r in requests[:size]))
         expected = driver.runner.forward(batch)
         inputs = prepare_inputs(batch, kit.BLOCK_SIZE)
         caches = [cache.flatten(0, 1) for layer in driver.kv.layers for cache in layer]  # as rows, one a slot

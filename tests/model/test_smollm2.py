@@ -11,7 +11,6 @@ import torch
 from radixkv.model.loader import ModelSource, load_model_config
 from radixkv.model.sampler import sample
 from radixkv.model.tokenizer import load_tokenizer
-from radixkv.scheduling.batch import Batch, ScheduledSequence
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -70,14 +69,14 @@ def test_text_survives_a_round_trip(text: str, tokenizer: Any) -> None:
 def test_the_model_answers(default_model: ModelSource, tokenizer: Any, kit: SimpleNamespace) -> None:
     driver = kit.Driver(str(default_model.path))
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True).input_ids
-    assert "Paris" in tokenizer.decode(_greedy(driver, prompt, 8))
+    assert "Paris" in tokenizer.decode(_greedy(kit, driver, prompt, 8))
 
 
-def _greedy(driver: Any, prompt: list[int], count: int) -> list[int]:
+def _greedy(kit: SimpleNamespace, driver: Any, prompt: list[int], count: int) -> list[int]:
     request = driver.request(prompt, count)
     computed = 0
     while request.num_output_tokens < count:
-        logits = driver.runner.forward(Batch([ScheduledSequence(request, computed, request.num_tokens - computed)]))
+        logits = driver.runner.forward(kit.batch_of((request, computed, request.num_tokens - computed)))
         computed = request.num_tokens
         request.append(sample(logits, [request])[0][0])
     return request.output_token_ids.tolist()
@@ -100,4 +99,4 @@ def test_logits_and_greedy_tokens_equal_transformers_on_the_same_file(
         expected = transformers_default_model.generate(
             torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
-        assert _greedy(driver, tokens, 20) == expected[0, len(tokens) :].tolist()
+        assert _greedy(kit, driver, tokens, 20) == expected[0, len(tokens) :].tolist()

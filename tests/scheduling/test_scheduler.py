@@ -56,6 +56,8 @@ class Simulation:
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
         self.cache.check()
+        self.scheduler._running.check()
+        self._check_columns(batch)
         assert batch.num_tokens <= self.scheduler.max_batch_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         assert len({seq.request.request_id for seq in batch.sequences}) == len(batch.sequences), "a request is in the batch twice"
@@ -88,6 +90,18 @@ class Simulation:
             assert self.step().sequences, "a step did nothing while requests wait"
         assert sorted(self.finished) == sorted(self.requests), "a request never ended"
         assert self.cache.stats().blocks_locked == 0, "a block leaked"
+
+    def _check_columns(self, batch: Batch) -> None:
+        """The batch says of each sequence what its request and lease do."""
+        for row, seq in enumerate(batch.sequences):
+            lease = seq.request.lease
+            held = -(-seq.end // self.cache.block_size)
+            assert batch.block_tables[row, :held].tolist() == lease.block_table[:held].tolist()
+            assert batch.write_starts[row] == lease.write_start
+            assert seq.samples == (seq.end == seq.request.num_tokens)
+        in_prompts = [seq.num_tokens for seq in batch.sequences if seq.start < seq.request.num_prompt_tokens]
+        assert batch.num_prompt_tokens == sum(in_prompts)
+        assert batch.sampling == [seq.request for seq in batch.sequences if seq.samples]
 
     def _slot(self, request: Request, position: int) -> tuple[int, int]:
         return int(request.lease.block_table[position // self.cache.block_size]), position % self.cache.block_size
