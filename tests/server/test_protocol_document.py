@@ -75,6 +75,7 @@ def test_it_generates_from_text_tokens_and_chats(client: RawClient) -> None:
     client.send(type="submit", id="1", prompt="xyz", params={"max_tokens": 6, "temperature": 0.0})
     text, usage = client.text("1")
     assert text == "xyz" * 2
+    assert sum(usage.pop("missed").values()) == 3 - usage["cached_tokens"]
     assert usage == {"prompt_tokens": 3, "cached_tokens": usage["cached_tokens"], "completion_tokens": 6}
     client.send(type="submit", id="1", prompt=[65, 66], params={"max_tokens": 2, "logprobs": 1})
     chunk = client.receive()
