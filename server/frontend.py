@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 import uuid
 from collections import Counter
@@ -34,6 +35,8 @@ from radixkv.server.waiting_room import Seats, WaitingRoom
 from radixkv.server.worker_client import WorkerClient
 from radixkv.server.worker_stats import merged
 from radixkv.structured_outputs import StructuredOutputs
+
+log = logging.getLogger("radixkv.server")
 
 Prompt = str | Sequence[int]
 
@@ -437,6 +440,14 @@ class Generation:
         )
 
     def _take(self, choice: _Choice, output: RequestOutput | ServerError) -> None:
+        """Take what the worker says of a choice.  A bug here must end this request only: who calls reads for all others as well."""
+        try:
+            self._grow(choice, output)
+        except Exception:
+            log.exception("request %s failed in the server itself", choice.request_id)
+            self._fail(ServerError("the server failed on this request; its log says how"))
+
+    def _grow(self, choice: _Choice, output: RequestOutput | ServerError) -> None:
         """Turn an output of the worker into a delta.  Runs as outputs arrive, so that a stop string ends a request at once,
         however slowly its deltas are read."""
         if choice.request_id not in self._open:
