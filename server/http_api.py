@@ -361,6 +361,7 @@ def _on_server_error(_: Request[Any, Any, Any], error: ServerError) -> Response[
 
 def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     """No such route, wrong method, body too large."""
+    access_log.refused("invalid_request" if error.status_code < 500 else "internal")
     match error.status_code:
         case 404:
             message = f"no such path: {request.method} {request.url.path}"
@@ -372,5 +373,6 @@ def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Res
 
 
 def _on_bug(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    access_log.refused("internal")
     log.error("a request failed in the server itself", exc_info=error)
     return _error(500, "the server failed on this request; its log says how", code="internal")
