@@ -45,6 +45,9 @@ MAX_CHOICES = 1024
 MAX_STOP_LENGTH = 1000
 MAX_NAMESPACE_LENGTH = 256
 MAX_MESSAGES = 4096
+MAX_PROMPT_LOGPROBS = 2**19
+"""Log-probabilities of prompts in one answer, alternatives and choices included.  They come at once, not as fast as a model writes:
+so many are a tenth of a GB, and hold up the event loop for a second."""
 DEFAULT_MAX_WAITING = 2048
 INLINE_CHARACTERS = 1024
 """Texts up to this long are tokenised on the event loop, which that holds up for about a millisecond; longer ones in a thread."""
@@ -202,6 +205,10 @@ class Frontend:
             token_lists = [await self.render_chat(messages or (), tools)]
         else:
             token_lists = [await self.tokenise(prompt) for prompt in prompts]
+        if params.prompt_logprobs is not None:
+            scored = n * (1 + params.prompt_logprobs) * sum(map(len, token_lists))
+            limit = f"at most {MAX_PROMPT_LOGPROBS} for all prompts, choices and alternatives together"
+            _check(scored <= MAX_PROMPT_LOGPROBS, "prompt_logprobs", limit, scored)
         requests = []
         for tokens in token_lists:
             request_params = self._fitted(params, field, len(tokens), clip=clip_max_tokens)
@@ -318,6 +325,7 @@ class Frontend:
         template = self.tokenizer.chat_template
         if template is None:
             raise InvalidRequest(f"model {self.model!r} has no chat template: use completions", param="messages")
+        _check(bool(messages), "messages", "at least one", 0)
         _check(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}", len(messages))
         self._check_characters(sum(len(message.text) for message in messages), "messages")  # before the template copies them
         messages = [msgspec.structs.replace(m, role="system") if m.role == "developer" else m for m in messages]

@@ -54,15 +54,16 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), CompletionRequest)
         answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.usage_chunks)
-        generation = await frontend.submit(
-            body.prompts,
-            body.sampling_params,
-            n=body.num_choices,
-            namespace=body.cache_namespace(request.state.caller),
-            model=body.model,
-            clip_max_tokens=body.max_tokens is None,
-            retention=body.cache_retention,
-        )
+        with renaming({"prompt_logprobs": "logprobs"}):
+            generation = await frontend.submit(
+                body.prompts,
+                body.sampling_params,
+                n=body.num_choices,
+                namespace=body.cache_namespace(request.state.caller),
+                model=body.model,
+                clip_max_tokens=body.max_tokens is None,
+                retention=body.cache_retention,
+            )
         return await answer.of(generation)
 
     @post("/v1/chat/completions")
