@@ -32,7 +32,7 @@ from radixkv.server.recovery import Recovery
 from radixkv.server.routing import Router
 from radixkv.server.tools import ToolUse
 from radixkv.server.waiting_room import Seats, WaitingRoom
-from radixkv.server.worker_client import WorkerClient
+from radixkv.server.worker_client import CALL_TIMEOUT, WorkerClient
 from radixkv.server.worker_stats import merged
 from radixkv.structured_outputs import StructuredOutputs
 
@@ -245,10 +245,13 @@ class Frontend:
         """``Engine.stats()``, of several workers added up (:func:`merged`)."""
         return merged(await self.worker_stats())
 
-    async def worker_stats(self) -> dict[int, dict[str, Any]]:
-        """``Engine.stats()`` of each worker that is ready, by index.  Raises ``Unavailable`` where none answers."""
+    async def worker_stats(self, timeout: float = CALL_TIMEOUT) -> dict[int, dict[str, Any]]:
+        """``Engine.stats()`` of each worker that is ready, by index, and answers in ``timeout`` seconds.
+
+        Raises ``Unavailable`` where none does.
+        """
         workers = self.workers
-        answers = await asyncio.gather(*(worker.stats() for worker in workers), return_exceptions=True)
+        answers = await asyncio.gather(*(worker.stats(timeout) for worker in workers), return_exceptions=True)
         stats = {worker.index: answer for worker, answer in zip(workers, answers, strict=True) if isinstance(answer, dict)}
         if not stats:
             raise next(answer for answer in answers if isinstance(answer, BaseException))

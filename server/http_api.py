@@ -31,6 +31,8 @@ from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest, tok
 log = logging.getLogger("radixkv.server")
 
 MAX_BODY_BYTES = 16 * 2**20
+SCRAPE_SECONDS = 5.0
+"""What workers get to answer a scrape: Prometheus itself waits for 10 s, and a worker that hangs must not hide all the rest."""
 _STATUS = {
     "invalid_request": 400,
     "invalid_api_key": 401,
@@ -140,7 +142,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     @get("/metrics", opt={"administration": True})
     async def metrics() -> Response[bytes]:
         try:
-            workers = await frontend.worker_stats()
+            workers = await frontend.worker_stats(SCRAPE_SECONDS)
         except Unavailable:
             workers = {}
         return Response(frontend.metrics.render(workers), media_type=CONTENT_TYPE_LATEST)
