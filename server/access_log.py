@@ -16,6 +16,8 @@ log = logging.getLogger("radixkv.access")
 
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 """What probes and scrapers ask every few seconds."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Called by their names; a client may send any word as a method, and all others are one to us."""
 
 
 class Entry:
@@ -66,7 +68,7 @@ def serves(generation: Generation) -> None:
 def refused(kind: str) -> None:
     """The request that is being served is answered with an error."""
     if (entry := _current.get()) is not None:
-        entry.error = kind
+        entry.error = entry.error or kind
 
 
 class AccessLog:
@@ -79,20 +81,28 @@ class AccessLog:
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
         proposed = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         entry = Entry(proposed.decode("latin-1"))
-        status = 500
+        status = None
+
+        async def receive_and_note() -> Any:
+            nonlocal status
+            message = await receive()
+            if message["type"] == "http.disconnect" and status is None:  # whatever the answer will be, nobody reads it
+                status, entry.error = 499, "aborted"
+            return message
 
         async def send_with_id(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status = status or message["status"]
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", entry.request_id.encode())]}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_and_note, send_with_id)
         finally:
             # The route, not the path: what a client writes there is not ours to log, and would make labels without bound.
-            handler = scope.get("path_template", "none")
+            handler, status = scope.get("path_template", "none"), status or 500
+            method = scope["method"] if scope["method"] in METHODS else "other"
             if handler not in QUIET:
-                self._metrics.answered(scope["method"], handler, status, entry.seconds)
-                entry.write(f"{scope['method']} {handler} {status}", method=scope["method"], route=handler, status=status)
+                self._metrics.answered(method, handler, status, entry.seconds)
+                entry.write(f"{method} {handler} {status}", method=method, route=handler, status=status)

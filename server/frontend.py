@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 import uuid
 from collections import Counter
@@ -31,9 +32,11 @@ from radixkv.server.recovery import Recovery
 from radixkv.server.routing import Router
 from radixkv.server.tools import ToolUse
 from radixkv.server.waiting_room import Seats, WaitingRoom
-from radixkv.server.worker_client import WorkerClient
+from radixkv.server.worker_client import CALL_TIMEOUT, WorkerClient
 from radixkv.server.worker_stats import merged
 from radixkv.structured_outputs import StructuredOutputs
+
+log = logging.getLogger("radixkv.server")
 
 Prompt = str | Sequence[int]
 
@@ -42,6 +45,9 @@ MAX_CHOICES = 1024
 MAX_STOP_LENGTH = 1000
 MAX_NAMESPACE_LENGTH = 256
 MAX_MESSAGES = 4096
+MAX_PROMPT_LOGPROBS = 2**19
+"""Log-probabilities of prompts in one answer, alternatives and choices included.  They come at once, not as fast as a model writes:
+so many are a tenth of a GB, and hold up the event loop for a second."""
 DEFAULT_MAX_WAITING = 2048
 INLINE_CHARACTERS = 1024
 """Texts up to this long are tokenised on the event loop, which that holds up for about a millisecond; longer ones in a thread."""
@@ -199,6 +205,10 @@ class Frontend:
             token_lists = [await self.render_chat(messages or (), tools)]
         else:
             token_lists = [await self.tokenise(prompt) for prompt in prompts]
+        if params.prompt_logprobs is not None:
+            scored = n * (1 + params.prompt_logprobs) * sum(map(len, token_lists))
+            limit = f"at most {MAX_PROMPT_LOGPROBS} for all prompts, choices and alternatives together"
+            _check(scored <= MAX_PROMPT_LOGPROBS, "prompt_logprobs", limit, scored)
         requests = []
         for tokens in token_lists:
             request_params = self._fitted(params, field, len(tokens), clip=clip_max_tokens)
@@ -235,10 +245,13 @@ class Frontend:
         """``Engine.stats()``, of several workers added up (:func:`merged`)."""
         return merged(await self.worker_stats())
 
-    async def worker_stats(self) -> dict[int, dict[str, Any]]:
-        """``Engine.stats()`` of each worker that is ready, by index.  Raises ``Unavailable`` where none answers."""
+    async def worker_stats(self, timeout: float = CALL_TIMEOUT) -> dict[int, dict[str, Any]]:
+        """``Engine.stats()`` of each worker that is ready, by index, and answers in ``timeout`` seconds.
+
+        Raises ``Unavailable`` where none does.
+        """
         workers = self.workers
-        answers = await asyncio.gather(*(worker.stats() for worker in workers), return_exceptions=True)
+        answers = await asyncio.gather(*(worker.stats(timeout) for worker in workers), return_exceptions=True)
         stats = {worker.index: answer for worker, answer in zip(workers, answers, strict=True) if isinstance(answer, dict)}
         if not stats:
             raise next(answer for answer in answers if isinstance(answer, BaseException))
@@ -315,6 +328,7 @@ class Frontend:
         template = self.tokenizer.chat_template
         if template is None:
             raise InvalidRequest(f"model {self.model!r} has no chat template: use completions", param="messages")
+        _check(bool(messages), "messages", "at least one", 0)
         _check(len(messages) <= MAX_MESSAGES, "messages", f"at most {MAX_MESSAGES}", len(messages))
         self._check_characters(sum(len(message.text) for message in messages), "messages")  # before the template copies them
         messages = [msgspec.structs.replace(m, role="system") if m.role == "developer" else m for m in messages]
@@ -437,6 +451,14 @@ class Generation:
         )
 
     def _take(self, choice: _Choice, output: RequestOutput | ServerError) -> None:
+        """Take what the worker says of a choice.  A bug here must end this request only: who calls reads for all others as well."""
+        try:
+            self._grow(choice, output)
+        except Exception:
+            log.exception("request %s failed in the server itself", choice.request_id)
+            self._fail(ServerError("the server failed on this request; its log says how"))
+
+    def _grow(self, choice: _Choice, output: RequestOutput | ServerError) -> None:
         """Turn an output of the worker into a delta.  Runs as outputs arrive, so that a stop string ends a request at once,
         however slowly its deltas are read."""
         if choice.request_id not in self._open:

@@ -31,6 +31,8 @@ from radixkv.server.openai.tokens import DetokenizeRequest, TokenizeRequest, tok
 log = logging.getLogger("radixkv.server")
 
 MAX_BODY_BYTES = 16 * 2**20
+SCRAPE_SECONDS = 5.0
+"""What workers get to answer a scrape: Prometheus itself waits for 10 s, and a worker that hangs must not hide all the rest."""
 _STATUS = {
     "invalid_request": 400,
     "invalid_api_key": 401,
@@ -54,15 +56,16 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         body = parse(await request.body(), CompletionRequest)
         answer = _Answer(request.receive, CompletionWriter(frontend, body), stream=body.stream, usage=body.usage_chunks)
-        generation = await frontend.submit(
-            body.prompts,
-            body.sampling_params,
-            n=body.num_choices,
-            namespace=body.cache_namespace(request.state.caller),
-            model=body.model,
-            clip_max_tokens=body.max_tokens is None,
-            retention=body.cache_retention,
-        )
+        with renaming({"prompt_logprobs": "logprobs"}):
+            generation = await frontend.submit(
+                body.prompts,
+                body.sampling_params,
+                n=body.num_choices,
+                namespace=body.cache_namespace(request.state.caller),
+                model=body.model,
+                clip_max_tokens=body.max_tokens is None,
+                retention=body.cache_retention,
+            )
         return await answer.of(generation)
 
     @post("/v1/chat/completions")
@@ -139,7 +142,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
     @get("/metrics", opt={"administration": True})
     async def metrics() -> Response[bytes]:
         try:
-            workers = await frontend.worker_stats()
+            workers = await frontend.worker_stats(SCRAPE_SECONDS)
         except Unavailable:
             workers = {}
         return Response(frontend.metrics.render(workers), media_type=CONTENT_TYPE_LATEST)
@@ -361,6 +364,7 @@ def _on_server_error(_: Request[Any, Any, Any], error: ServerError) -> Response[
 
 def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     """No such route, wrong method, body too large."""
+    access_log.refused("invalid_request" if error.status_code < 500 else "internal")
     match error.status_code:
         case 404:
             message = f"no such path: {request.method} {request.url.path}"
@@ -372,5 +376,6 @@ def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Res
 
 
 def _on_bug(_: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    access_log.refused("internal")
     log.error("a request failed in the server itself", exc_info=error)
     return _error(500, "the server failed on this request; its log says how", code="internal")

@@ -124,7 +124,8 @@ class Metrics:
         self._namespace_queries = own_counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "namespace")
         self._namespace_hits = own_counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "namespace")
         missed = own_counter("prefix_cache_missed", "Prompt tokens not found in the prefix cache, by why.", "reason")
-        self._missed = {reason: missed.labels(reason) for reason in get_args(MissReason)}
+        # "logprobs" is the scheduler's: what was cached of a prompt, and had to be computed all the same.
+        self._missed = {reason: missed.labels(reason) for reason in (*get_args(MissReason), "logprobs")}
         first_token = Histogram(
             "radixkv_time_to_first_token_seconds", "From a request's arrival to its first token, by how much was cached.",
             ("cached",), registry=registry, buckets=_FIRST_TOKEN_SECONDS,

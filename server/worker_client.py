@@ -111,13 +111,13 @@ class WorkerClient:
         self._on_cache = listener
         self._send(WatchCache(key=key))
 
-    async def stats(self) -> dict[str, Any]:
-        reply = await self._call(GetStats(id=next(self._call_ids)))
+    async def stats(self, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
+        reply = await self._call(GetStats(id=next(self._call_ids)), timeout)
         assert isinstance(reply, Stats)
         return reply.stats
 
     async def reset_cache(self) -> None:
-        await self._call(ResetCache(id=next(self._call_ids)))
+        await self._call(ResetCache(id=next(self._call_ids)), CALL_TIMEOUT)
 
     def close(self, error: ServerError) -> None:
         """Fail every open call with ``error``, forget the requests, and close the socket."""
@@ -127,15 +127,15 @@ class WorkerClient:
                 call.set_exception(error)
         self._socket.close()
 
-    async def _call(self, message: GetStats | ResetCache) -> Stats | Done:
+    async def _call(self, message: GetStats | ResetCache, timeout: float) -> Stats | Done:
         if not self._busy:
             self._heard = time.monotonic()
         future = self._calls[message.id] = asyncio.get_running_loop().create_future()
         self._send(message)
         try:
-            return await asyncio.wait_for(future, CALL_TIMEOUT)
+            return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise Unavailable(f"the engine process did not answer within {CALL_TIMEOUT:g} s") from None
+            raise Unavailable(f"the engine process did not answer within {timeout:g} s") from None
         finally:
             del self._calls[message.id]
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import socket
@@ -99,7 +100,9 @@ class ZmqDoor:
                 try:
                     self._handle(frontend, client, caller, self._parse(received), group)
                 except ServerError as error:
-                    self._send(client, Failed.of(error, id_of(received)))
+                    refusal = Failed.of(error, id_of(received))
+                    self._send(client, refusal)
+                    contextvars.copy_context().run(_log_refusal, refusal)
 
     def close(self) -> None:
         """Hang up.  libzmq leaves the socket file, so it is removed here."""
@@ -165,6 +168,9 @@ class ZmqDoor:
         except ServerError as error:
             entry.error = error.kind
             self._send(client, Failed.of(error, message.id))
+        except asyncio.CancelledError:
+            entry.error = "aborted"
+            raise
         except Exception:
             entry.error = "internal"
             log.exception("a request failed in the server itself")
@@ -203,6 +209,13 @@ class ZmqDoor:
         if not send_now(self._socket, [client, *frames(message)]):
             for task in self._tasks.get(client, {}).values():
                 task.cancel()
+
+
+def _log_refusal(refusal: Failed) -> None:
+    """Of a message that is served no further.  To be run in a context of its own, as an entry is its context's."""
+    entry = access_log.Entry(refusal.id)
+    entry.error = refusal.kind
+    entry.write("zmq refused")
 
 
 def _tool_use(message: Submit) -> ToolUse | None:

@@ -126,6 +126,19 @@ def test_logprobs_are_those_of_the_model(server: Any, llm: LLM) -> None:
         assert chosen == max(top.values())
 
 
+def test_an_echoed_prompts_logprobs_are_those_of_the_model_cached_or_not(server: Any, llm: LLM) -> None:
+    prompt = f"scored: {SHARED}"
+    scored = expected(llm, prompt, max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    cold, warm = [complete(server, prompt=prompt, max_tokens=0, echo=True, logprobs=1) for _ in range(2)]
+    for answer in (cold, warm):
+        (choice,) = answer["choices"]
+        assert choice["text"] == prompt
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([token.logprob for token in scored], abs=1e-4)
+    missed = warm["usage"]["prompt_tokens_details"]["miss_reasons"]
+    assert missed["logprobs"] > len(scored) - 16
+    assert sum(missed.values()) == warm["usage"]["prompt_tokens"]
+
+
 def test_a_stop_string_cut_from_the_middle_of_the_answer_ends_it(server: Any, llm: LLM) -> None:
     text = expected(llm, SHARED).text
     stop = text[5:8]

@@ -23,7 +23,8 @@ STEP_SECONDS = 0.002
 class EchoEngine:
     """Output token ``i`` is prompt token ``(i + seed) mod length``; its log-probability is ``-i``, prompt token ``i`` has ``-i/8``.
 
-    A prompt seen before in the same namespace counts as cached but for its last token.  Blocks are only counted.
+    A prompt seen before in the same namespace counts as cached but for its last token, or, where its log-probabilities are wanted,
+    as missed for them.  Blocks are only counted.
 
     Bad prompts: ``[4, 4, n]`` kills the worker when it is to get output token ``n``, and ``[4, 5, n]`` after every ``n`` tokens.
     ``[7, 7, 7]`` is refused by an exception that says nothing to users.
@@ -44,6 +45,7 @@ class EchoEngine:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._requests = 0
         self._begun: dict[str, int] = {}
+        self._rescored: dict[str, int] = {}
         self._arrived: dict[str, float] = {}
 
     def add(
@@ -64,6 +66,9 @@ class EchoEngine:
         cached = len(token_ids) - 1 if key in self._seen else 0
         self._seen.add(key)
         self._requests += 1
+        self._rescored[request_id] = 0
+        if params.prompt_logprobs is not None and not output_token_ids:
+            self._rescored[request_id], cached = cached, 0
         self._running[request_id] = (token_ids, params, len(output_token_ids), cached)
         self._begun[request_id] = len(output_token_ids)
         self._arrived[request_id] = time.monotonic()
@@ -96,7 +101,7 @@ class EchoEngine:
                     finish_reason="length" if finished else None,
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=cached,
-                    missed={"new": len(prompt) - cached - 1, "last_token": 1} if count == self._begun[request_id] else None,
+                    missed=self._missed(request_id, len(prompt) - cached) if count == self._begun[request_id] else None,
                 )
             )
             if finished:
@@ -104,6 +109,10 @@ class EchoEngine:
             else:
                 self._running[request_id] = (prompt, params, count + 1, cached)
         return outputs
+
+    def _missed(self, request_id: str, count: int) -> dict[str, int]:
+        rescored = self._rescored[request_id]
+        return ({"logprobs": rescored} if rescored else {}) | {"new": count - rescored - 1, "last_token": 1}
 
     @staticmethod
     def _prompt_logprobs(prompt: list[int], params: SamplingParams) -> list[TokenLogprobs] | None:

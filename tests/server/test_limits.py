@@ -67,6 +67,13 @@ def test_brackets_in_texts_and_side_by_side_are_not_depth(text: str) -> None:
         ("completions", {"prompt": [1] * 100_000}, "prompt must be at most 2047 tokens"),
         ("chat/completions", {"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, "messages must be at most 4096"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 999}] * 99}, "messages must be at most 2047 tokens"),
+        ("chat/completions", {"messages": []}, "messages must be at least one"),
+        ("../tokenize", {"messages": []}, "messages must be at least one"),
+        (
+            "completions",
+            {"prompt": [[1] * 2000] * 2, "n": 7, "echo": True, "logprobs": 20},
+            "logprobs must be at most 524288 for all prompts, choices and alternatives together, got 588000",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

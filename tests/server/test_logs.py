@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 from openai import OpenAI
 
 from radixkv.sampling_params import SamplingParams
 from radixkv.server import logs
+from radixkv.server.access import ANYONE
 from radixkv.server.client import Client
 from radixkv.server.launcher import serve
+from radixkv.server.messages import Submit
+from radixkv.server.zmq_api import ZmqDoor
 
 SECRET = "what-nobody-else-may-read"  # noqa: S105
 
@@ -77,7 +86,8 @@ def test_what_is_refused_or_left_by_its_client_says_so(json_server: Any) -> None
 
     assert post("bad", {"prompt": "x", "max_tokens": 0})["error"] == "invalid_request"
     assert post("other", {"prompt": "x", "model": "other"})["error"] == "model_not_found"
-    assert post("no-path", {}, f"/v1/{SECRET}")["route"] == "none"
+    no_path = post("no-path", {}, f"/v1/{SECRET}")
+    assert (no_path["route"], no_path["status"], no_path["error"]) == ("none", 404, "invalid_request")
     refused = post("refused", {"prompt": [3, 3, 3]})
     assert (refused["status"], refused["error"]) == (400, "invalid_request")
     with httpx.stream("POST", f"{json_server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2000, "stream": True},
@@ -86,6 +96,25 @@ def test_what_is_refused_or_left_by_its_client_says_so(json_server: Any) -> None
     left = line_of(json_server, "left")
     assert (left["status"], left["error"]) == (200, "aborted")
     assert 1 <= left["completion_tokens"] < 2000
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure_of_the_server(json_server: Any) -> None:
+    with socket.create_connection(("127.0.0.1", int(json_server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: cut\r\ncontent-length: 100\r\n\r\n{")
+    line = line_of(json_server, "cut")
+    assert (line["status"], line["error"]) == (499, "aborted")
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="5xx"}' not in httpx.get(
+        f"{json_server.url}/metrics"
+    ).text  # fmt: skip
+
+
+def test_a_method_that_nobody_knows_is_not_repeated_in_logs_and_labels(json_server: Any) -> None:
+    for path in ("/v1/completions", "/nowhere", "/health"):
+        response = httpx.request(SECRET.upper(), json_server.url + path, headers={"x-request-id": f"method{path}"})
+        assert response.status_code in (404, 405)
+        line = line_of(json_server, f"method{path}")
+        assert (line["method"], line["error"]) == ("other", "invalid_request")
+    assert SECRET.upper() not in httpx.get(f"{json_server.url}/metrics").text + json_server.log
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\tb", "x" * 65, "naïve", '"quoted"', "{}"])
@@ -116,6 +145,40 @@ def test_a_request_over_zeromq_has_a_line_too(json_server: Any) -> None:
     line = next(line for line in reversed(lines_of(json_server)) if line["message"] == "zmq submit")
     assert line["completion_tokens"] == 3
     assert line["request_id"]
+
+
+def test_what_is_refused_over_zeromq_says_so(json_server: Any) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(json_server.endpoint)
+
+        def send(**message: Any) -> None:
+            client.send_multipart([b"radixkv/1", msgspec.msgpack.encode(message)])
+
+        send(type="submit", id="zmq-misspelt", promt=SECRET)
+        assert line_of(json_server, "zmq-misspelt")["error"] == "invalid_request"
+        send(type="submit", id="zmq-bad", prompt=SECRET, params={"max_tokens": 0})
+        assert line_of(json_server, "zmq-bad")["error"] == "invalid_request"
+
+
+def test_a_request_cancelled_over_zeromq_before_it_generates_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Busy:
+        async def submit(self, *_: object, **__: object) -> None:
+            await asyncio.sleep(60)
+
+    async def run() -> None:
+        with zmq.asyncio.Context() as context:
+            door = ZmqDoor(context, f"ipc://{tmp_path}/s")
+            serving = asyncio.create_task(door._serve(Busy(), b"client", ANYONE, Submit(id="left", prompt="x")))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            serving.cancel()
+            await asyncio.wait([serving])
+            door.close()
+
+    with caplog.at_level(logging.INFO, "radixkv.access"):
+        asyncio.run(run())
+    (record,) = caplog.records
+    assert record.fields["error"] == "aborted"  # type: ignore[attr-defined]
 
 
 def test_the_worker_logs_the_same_way_and_names_the_request(json_server: Any) -> None:

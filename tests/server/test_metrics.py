@@ -225,6 +225,18 @@ def test_after_so_many_requests_every_count_is_exactly_right(http: httpx.Client,
     assert counted("radixkv_time_to_first_token_seconds_count", cached="most") == 4
 
 
+def test_what_was_cached_and_is_computed_again_for_its_log_probabilities_is_counted_as_missed_for_them(
+    http: httpx.Client, counted: Any
+) -> None:
+    body = {"prompt": f"scored {time.monotonic_ns()}", "max_tokens": 1}
+    prompt = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"]
+    usage = http.post("/v1/completions", json=body | {"echo": True, "logprobs": 1}).json()["usage"]
+    details = {"cached_tokens": 0, "miss_reasons": {"logprobs": prompt - 1, "new": 0, "last_token": 1}}
+    assert usage["prompt_tokens_details"] == details
+    assert counted("radixkv_prefix_cache_missed_total", reason="logprobs") == prompt - 1
+    assert counted("vllm:prefix_cache_hits_total") == 0
+
+
 def test_what_fails_is_counted_by_why(http: httpx.Client, counted: Any) -> None:
     assert http.post("/v1/completions", json={"prompt": [3, 3, 3], "max_tokens": 1}).status_code == 400  # the engine refuses it
     assert counted("vllm:request_success_total", finished_reason="error") == 1

@@ -127,6 +127,16 @@ def test_when_one_worker_dies_its_requests_go_on_on_the_other_and_nobody_waits_f
 
 
 @pytest.mark.full
+def test_a_worker_that_does_not_answer_is_left_out_of_the_metrics_before_prometheus_gives_up(start_server: Any) -> None:
+    server = start_server(workers=2, worker_command=COMMAND).wait_ready()
+    os.kill(server.worker_pids[1], signal.SIGSTOP)
+    text = httpx.get(f"{server.url}/metrics", timeout=20).text
+    assert 'radixkv_worker_requests_running{worker="0"} 0.0' in text
+    assert 'worker="1"' not in text
+    assert "radixkv_engine_up 1.0" in text
+
+
+@pytest.mark.full
 def test_one_of_two_workers_that_hangs_is_replaced_and_a_drain_waits_for_both(start_server: Any) -> None:
     server = start_server(workers=2, worker_command=COMMAND, hang_timeout=2).wait_ready()
     with ThreadPoolExecutor(4) as pool:
