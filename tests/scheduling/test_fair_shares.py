@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -54,6 +55,17 @@ class Simulation:
 
 def prompt(i: int, n: int) -> list[int]:
     return [1000 + i] * n
+
+
+def test_the_queue_is_told_of_every_computed_token_also_of_a_last_block_that_is_not_full() -> None:
+    sim = Simulation()
+    told: Counter[str] = Counter()
+    with mock.patch.object(sim.queue, "computed", side_effect=lambda namespace, count: told.update({namespace: count})):
+        for i in range(6):
+            sim.add(str(i), f"n{i % 2}", prompt(i, 5 + i), max_tokens=1 + i)
+        while sim.scheduler.waiting or sim.scheduler.running:
+            sim.step()
+    assert told == sim.computed
 
 
 lengths = st.tuples(st.integers(1, 60), st.integers(1, 12))
