@@ -443,17 +443,20 @@ class Supervisor:
             log.warning("the engine process%s is back", self._label)
 
     async def _death_of(self, worker: WorkerProcess) -> str:
-        """Serve through a worker until it dies; kill it where it hangs.  Returns how it ended."""
+        """Serve through a worker until it dies; kill it where it hangs, or can't be listened to.  Returns how it ended."""
         receiving = asyncio.create_task(worker.client.run())
         hung = asyncio.create_task(worker.client.hung(self._hang_timeout))
         died = asyncio.create_task(worker.process.wait())
         try:
-            await asyncio.wait({hung, died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiving, hung, died}, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
                 return _how_it_ended(died.result())
-            hung.result()
             worker.process.kill()
             await died
+            if receiving.done():
+                log.error("a message of the engine process%s could not be handled", self._label, exc_info=receiving.exception())
+                return "said what the server failed on, so it was killed"
+            hung.result()
             return f"was busy and said nothing for {self._hang_timeout:g} s, so it was killed"
         finally:
             for task in (receiving, hung, died):
