@@ -415,8 +415,7 @@ class PrefixCache:
     def snapshot(self, max_nodes: int = 500) -> Snapshot:
         """The radix tree to be drawn: its ``max_nodes`` largest nodes, and the others added up where they hang.
 
-        Looks at 4,096 nodes at most, the nearest to the root, and adds up all beyond in one, so that a large tree takes no more than
-        10 ms.
+        Looks at 4,096 nodes at most, the nearest to the root, and adds up all beyond in one: about 6 ms for 100,000 nodes.
         """
         max_nodes = index(max_nodes)
         if max_nodes < 1:
