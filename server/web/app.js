@@ -263,9 +263,11 @@ async function refreshTree() {
   showTree(await fetchJson(`/snapshot?max_nodes=${innerWidth < 700 ? 200 : 500}`));
 }
 
+// What to do about it: false where asking again is of no use without another key.
 function onFailure(error) {
-  if (error instanceof Refused && error.status === 401) {
-    if (hasKey()) byId("login-why").textContent = "The server does not know this key.";
+  if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
+    const wrong = error.status === 401 ? "The server does not know this key." : `The server says: ${error.message}`;
+    if (hasKey() || error.status === 403) byId("login-why").textContent = wrong;
     byId("main").hidden = true;
     byId("login").hidden = false;
     showStatus("locked", "locked-out");
@@ -273,7 +275,7 @@ function onFailure(error) {
   }
   if (!(error instanceof Refused || error instanceof TypeError || error instanceof DOMException)) throw error;
   showStatus(error instanceof Refused ? error.message : "does not answer", "lost");
-  return !(error instanceof Refused && error.status === 403);
+  return true;
 }
 
 // One round after another, so that a slow server is not asked more and more.

@@ -85,7 +85,7 @@ function sumBelow(values, i, at) {
 function nice(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((digit) => digit * power).find((most) => most >= value * 0.999);
+  return [1, 2, 5, 10].map((digit) => digit * power).find((most) => most >= value * 1.05);
 }
 
 function path(values, x, y) {

@@ -122,7 +122,7 @@ export class Icicle {
       "g",
       {
         role: "treeitem",
-        class: `node ${node.kind} ${this.heat(node)}${node.locked ? " locked" : ""}`,
+        class: `node ${node.kind} ${this.heat(node)}${node.locked ? " locked" : ""}${width < 8 ? " small" : ""}`,
         "data-node": node.id,
         tabindex: node.id === this.current ? 0 : -1,
         "aria-level": node.depth + 1,
