@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,9 @@ NEAR = 8
 """Positions this close together are one place: the digits of a time change at several."""
 OFTEN = 3
 """Requests that part at a place before it is worth a word."""
-COMPARED = 8
+PLACES = 4
+"""Places looked into, those where the most tokens were computed."""
+COMPARED = 4
 """Pairs of requests compared for one place."""
 RUN = 16
 """Tokens in a row that must be equal to count as said again."""
@@ -44,7 +47,8 @@ def advise(requests: Sequence[RecentRequest], stats: Mapping[str, Any]) -> list[
     if not stats.get("prefix_caching", True):
         return [Advice("Turn prefix caching on", "The server runs without it, so every prompt token is computed.", 0)]
     total = sum(request.prompt_tokens for request in requests)
-    found = [_move_what_changes(place) for place in _places(requests)]
+    places = heapq.nlargest(PLACES, _places(requests), key=lambda place: sum(len(parted.tail) for parted in place))
+    found = [_move_what_changes(place) for place in places]
     advice = [each for each in found if each is not None and each.tokens >= SHARE * total]
     block = stats["block_size"]
     lost = {

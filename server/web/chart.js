@@ -82,10 +82,12 @@ function sumBelow(values, i, at) {
   return sum;
 }
 
-function nice(value) {
+// The end of an axis: a round number a little above all values.
+export function nice(value) {
   if (value <= 0) return 1;
-  const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((digit) => digit * power).find((most) => most >= value * 1.05);
+  const least = 1.05 * value;
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((digit) => digit * power).find((most) => most >= least) ?? 10 * power;
 }
 
 function path(values, x, y) {

@@ -278,6 +278,17 @@ def test_a_narrow_screen_needs_no_scrolling_sideways_and_colours_follow_the_syst
     is_quiet_and_alone(browser, server.url)
 
 
+def test_an_axis_ends_a_little_above_all_values(browser: Browser, start_server: Any) -> None:
+    browser.open(start_server(worker_command=CACHING).wait_ready().url)
+    script = """
+        const [values, done] = arguments;
+        import("/web/chart.js").then(({ nice }) => done(values.map(nice)));
+    """
+    values = [1.03**i for i in range(-400, 600)]
+    ends = browser.driver.execute_async_script(script, values)
+    assert all(value < end < 2.8 * value for value, end in zip(values, ends, strict=True))
+
+
 def test_a_server_that_goes_is_said_to(browser: Browser, start_server: Any) -> None:
     server = start_server(worker_command=CACHING).wait_ready()
     browser.open(server.url)
