@@ -51,6 +51,11 @@ function trailing(values, window) {
   return values.map((value, at) => (total += value - (at >= window ? values[at - window] : 0)));
 }
 
+// A round of asking takes a little more than a second, so that now and then one has no answer of its own.
+function held(values) {
+  return values.map((value, at) => value ?? values[at - 1] ?? values[at - 2] ?? null);
+}
+
 const ratio = (above, below) => above.map((value, at) => (below[at] > 0 ? value / below[at] : null));
 
 function showSeries({ series, now, requests }) {
@@ -68,9 +73,9 @@ function showSeries({ series, now, requests }) {
   charts.hitRate.show([ratio(ten("cached_tokens"), ten("prompt_tokens"))]);
   charts.ttft.show([ratio(ten("first_token_seconds"), ten("first_tokens"))]);
   charts.speed.show([trailing(series.generated_tokens, 10).map((value) => value / 10)]);
-  charts.queue.show([series.waiting, series.running]);
+  charts.queue.show([held(series.waiting), held(series.running)]);
   charts.blocks.most = now.blocks_total;
-  charts.blocks.show([series.blocks_locked, series.blocks_cached]);
+  charts.blocks.show([held(series.blocks_locked), held(series.blocks_cached)]);
 }
 
 function median(values) {
