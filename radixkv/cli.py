@@ -81,6 +81,7 @@ def serve(
     zmq_client_keys: Annotated[Path | None, Parameter(group=SECURITY)] = None,
     max_waiting: Annotated[int, Parameter(group=SERVER, validator=Number(gte=1))] = 2048,
     request_timeout: Annotated[float | None, Parameter(group=SERVER, validator=Number(gt=0))] = None,
+    show_prompts: Annotated[bool, Parameter(group=SECURITY, negative="")] = False,
     log_format: Annotated[Literal["text", "json"], Parameter(group=OPERATIONS)] = "text",
     config_file: Annotated[Path | None, Parameter(name=settings.FILE_OPTION, group=OPERATIONS)] = None,
     config: Engine = DEFAULTS,
@@ -121,6 +122,8 @@ def serve(
         come again (429).
     request_timeout
         Seconds after which a request is ended with an error. Unlimited if not given.
+    show_prompts
+        Let the live page at `/` show the beginnings of cached prompts, to whoever may see the metrics. Lengths only if not given.
     log_format
         How the log on standard error looks: lines of text, or one JSON object a line. Neither ever holds a prompt.
     config_file
@@ -141,6 +144,7 @@ def serve(
         zmq_client_keys=zmq_client_keys,
         max_waiting=max_waiting,
         request_timeout=request_timeout,
+        show_prompts=show_prompts,
         log_format=log_format,
     )
 

@@ -212,6 +212,7 @@ class Engine:
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
                     missed=request.missed if is_first else None,
+                    parting=request.parting_output if is_first else None,
                     queued_seconds=request.admission_time - request.arrival_time if is_first else 0.0,
                     prefill_seconds=now - request.admission_time if is_first else 0.0,
                     num_preemptions=request.num_preemptions,

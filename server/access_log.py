@@ -14,8 +14,8 @@ from radixkv.server.metrics import Metrics
 
 log = logging.getLogger("radixkv.access")
 
-QUIET = frozenset({"/health", "/ready", "/metrics"})
-"""What probes and scrapers ask every few seconds."""
+QUIET = frozenset({"/health", "/ready", "/metrics", "/dashboard/data", "/snapshot"})
+"""What probes, scrapers and the live page ask every few seconds."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Called by their names; a client may send any word as a method, and all others are one to us."""
 

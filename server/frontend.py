@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import msgspec
 
+from radixkv.cache import Snapshot
 from radixkv.cache.retention import Retention
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from radixkv.grammar import check_grammar
@@ -25,6 +26,7 @@ from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput
 from radixkv.server import logs
 from radixkv.server import tools as tool_text
+from radixkv.server.activity import Activity, RecentRequest
 from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavailable, UnknownModel
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
@@ -65,14 +67,18 @@ class Frontend:
         max_waiting: int = DEFAULT_MAX_WAITING,
         request_timeout: float | None = None,
         router: Router[WorkerClient] | None = None,
+        show_prompts: bool = False,
     ) -> None:
         """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take.
 
-        ``router`` is needed where there may be several workers.
+        ``router`` is needed where there may be several workers.  ``show_prompts`` has the live page
+        show prompts to administrators.
         """
         self.model = model
         self.started = int(time.time())
         self.metrics = Metrics(model)
+        self.activity = Activity()
+        self.show_prompts = show_prompts
         self.token_bytes = TokenBytes(tokenizer.backend_tokenizer)
         self.tokenizer = tokenizer
         # The Rust tokenizer itself: unlike the wrapper's, its `encode` changes no state, so threads may share it.
@@ -228,7 +234,7 @@ class Frontend:
             seats = self._waiting_room.enter(namespace, num_prompts * n)
         generation = Generation(
             self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget,
-            seats=seats, timeout=self._request_timeout,
+            activity=self.activity, seats=seats, timeout=self._request_timeout,
         )  # fmt: skip
         self._generations.add(generation)
         return generation
@@ -256,6 +262,12 @@ class Frontend:
         if not stats:
             raise next(answer for answer in answers if isinstance(answer, BaseException))
         return stats
+
+    async def snapshots(self, max_nodes: int) -> dict[int, Snapshot]:
+        """``PrefixCache.snapshot()`` of each worker that is ready, by index.  Raises ``Unavailable`` where one does not answer."""
+        workers = self.workers
+        answers = await asyncio.gather(*(worker.snapshot(max_nodes) for worker in workers))
+        return {worker.index: answer for worker, answer in zip(workers, answers, strict=True)}
 
     async def reset_cache(self) -> None:
         await asyncio.gather(*(worker.reset_cache() for worker in self.workers))
@@ -386,6 +398,7 @@ class Generation:
         arrival: float,
         on_close: Callable[[Generation], None],
         *,
+        activity: Activity,
         seats: Seats,
         timeout: float | None,
     ) -> None:
@@ -397,6 +410,7 @@ class Generation:
             left = max(0.0, arrival + timeout - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(left, self._time_out, timeout)
         self._metrics = metrics
+        self._activity = activity
         self._arrival = arrival
         self.first_token_seconds: float | None = None
         """From the request's arrival to the first token of any choice."""
@@ -431,6 +445,7 @@ class Generation:
             self.failure = "aborted"
             self._recovery.abort(list(self._open))
             self._metrics.request_success["abort"].inc(len(self._open))
+            self._ended_early("abort")
             self._open.clear()
         self._release()
         self._on_close(self)
@@ -488,10 +503,16 @@ class Generation:
     def _fail(self, error: ServerError) -> None:
         self.failure = error.kind
         self._metrics.failed(error.kind, len(self._open))
+        self._ended_early("error")
         self._recovery.abort(list(self._open))
         self._open.clear()
         self._release()
         self._queue.put_nowait(error)
+
+    def _ended_early(self, reason: FinishReason) -> None:
+        for choice in self._open.values():
+            if choice.recent is not None:
+                choice.recent.finish_reason = reason
 
     def _time_out(self, timeout: float) -> None:
         self._fail(TimedOut(f"the request was not done within {timeout:g} s, which is all that this server gives one"))
@@ -505,10 +526,15 @@ class Generation:
     def _observe(self, choice: _Choice, output: RequestOutput, now: float) -> None:
         count = len(output.token_ids)
         self._metrics.generation_tokens.inc(count)
+        self._activity.generated(count)
         if choice.last_token_time is None:
             self._seats.leave()
             seconds = now - self._arrival
             self._metrics.began(choice.namespace, output.num_prompt_tokens, output.num_cached_tokens, output.missed, seconds)
+            choice.recent = self._activity.began(
+                choice.request_id, choice.namespace, choice.prompt, output.num_cached_tokens, output.missed or {}, output.parting,
+                seconds,
+            )  # fmt: skip
             if self.first_token_seconds is None:
                 self.first_token_seconds = seconds
         else:
@@ -524,7 +550,9 @@ class _Choice:
         self.request_id = request.request_id
         self.namespace = request.namespace
         self.num_prompt_tokens = len(request.token_ids)
-        self._prompt = request.token_ids
+        self.prompt = request.token_ids
+        self.recent: RecentRequest | None = None
+        """From its first token on."""
         self.num_cached_tokens = 0
         self.missed: dict[str, int] = {}
         self.num_tokens = 0
@@ -545,6 +573,8 @@ class _Choice:
         self._num_preemptions = output.num_preemptions
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
+        if self.recent is not None:
+            self.recent.output_tokens = self.num_tokens
         final = output.finish_reason is not None
         text = self._stop.feed(self._detokenizer.feed(output.token_ids, final=final), final=final)
         return Delta(
@@ -553,13 +583,15 @@ class _Choice:
             token_ids=output.token_ids,
             logprobs=output.logprobs,
             finish_reason="stop" if self._stop.matched is not None else output.finish_reason,
-            prompt_token_ids=None if output.prompt_logprobs is None else self._prompt,
+            prompt_token_ids=None if output.prompt_logprobs is None else self.prompt,
             prompt_logprobs=output.prompt_logprobs,
         )
 
     def finished(self, metrics: Metrics, reason: FinishReason, seconds: float) -> None:
         """It ends for ``reason``, so many seconds after its arrival."""
         assert self.last_token_time is not None
+        if self.recent is not None:
+            self.recent.finish_reason = reason
         metrics.finished(
             reason,
             prompt_tokens=self.num_prompt_tokens,

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixkv.server import access_log
 from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
+from radixkv.server.dashboard import dashboard_routes
 from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable, renaming
 from radixkv.server.frontend import Frontend, Generation
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
@@ -171,6 +172,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
             metrics,
             report,
             reset_prefix_cache,
+            *dashboard_routes(frontend, has_keys=keys is not None),
         ],
         before_request=_check_encoding,
         guards=[_check_head, _Guard(keys)],

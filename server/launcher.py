@@ -78,6 +78,7 @@ def serve(
     zmq_client_keys: Path | str | None = None,
     max_waiting: int = DEFAULT_MAX_WAITING,
     request_timeout: float | None = None,
+    show_prompts: bool = False,
     log_format: logs.LogFormat = "text",
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> None:
@@ -86,9 +87,9 @@ def serve(
     Port 0 takes any free one.  Each of the ``workers`` has weights and a cache of its own, as ``config`` says, and an equal share
     of the CPU's cores where ``config`` gives no number.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A
     worker that is busy and says nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the
-    two after it are what :class:`CurveServer` loads, the two after those the frontend's.  ``log_format`` is how the log on standard
-    error looks, the workers' as well.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start, ``OSError``
-    also where worker after worker fails.
+    two after it are what :class:`CurveServer` loads, the three after those the frontend's.  ``log_format`` is how the log on
+    standard error looks, the workers' as well.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start,
+    ``OSError`` also where worker after worker fails.
     """
     logs.set_up(log_format)
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
@@ -125,7 +126,9 @@ def serve(
             patience = _Patience(drain_timeout, hang_timeout, request_timeout)
             runner.run(
                 signals.run(
-                    lambda: _serve(config, source, doors, workers, max_waiting, patience, worker_command, signals, log_format)
+                    lambda: _serve(
+                        config, source, doors, workers, max_waiting, patience, worker_command, signals, log_format, show_prompts
+                    )
                 )
             )
 
@@ -207,6 +210,7 @@ async def _serve(
     worker_command: Sequence[str],
     signals: _Signals,
     log_format: logs.LogFormat,
+    show_prompts: bool,
 ) -> None:
     as_json = log_format == "json"
     console = Console(stderr=True, highlight=False, quiet=as_json)
@@ -231,7 +235,7 @@ async def _serve(
             tokenizer, model = await asyncio.to_thread(lambda: (load_tokenizer(source), load_model_config(source)))
             frontend = Frontend(
                 source.name, tokenizer, model.vocab_size,
-                max_waiting=max_waiting, request_timeout=patience.request, router=router,
+                max_waiting=max_waiting, request_timeout=patience.request, router=router, show_prompts=show_prompts,
             )  # fmt: skip
             logs.take_over("transformers")
             started = await loading

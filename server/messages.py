@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from radixkv import __version__
+from radixkv.cache import Snapshot
 from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
@@ -48,6 +49,11 @@ class GetStats(Request, frozen=True, kw_only=True, tag="get_stats"):
     id: str
 
 
+class GetSnapshot(Request, frozen=True, kw_only=True, tag="get_snapshot"):
+    id: str
+    max_nodes: int
+
+
 class ResetCache(Request, frozen=True, kw_only=True, tag="reset_cache"):
     id: str
 
@@ -57,6 +63,13 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
 
     id: str
     stats: dict[str, Any]
+
+
+class TreeSnapshot(Message, frozen=True, kw_only=True, tag="tree_snapshot"):
+    """Answers :class:`GetSnapshot` with ``PrefixCache.snapshot()``."""
+
+    id: str
+    snapshot: Snapshot
 
 
 class Done(Message, frozen=True, kw_only=True, tag="done"):
@@ -134,8 +147,8 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     left: bytes = b""
 
 
-ToWorker = Generate | Abort | WatchCache | GetStats | ResetCache
-FromWorker = Hello | Ready | Tokens | Failed | Stats | Done
+ToWorker = Generate | Abort | WatchCache | GetStats | GetSnapshot | ResetCache
+FromWorker = Hello | Ready | Tokens | Failed | Stats | TreeSnapshot | Done
 
 
 # --- client and frontend -----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from radixkv.server.messages import (
     Failed,
     FromWorker,
     Generate,
+    GetSnapshot,
     GetStats,
     Hello,
     Parser,
@@ -36,6 +37,7 @@ from radixkv.server.messages import (
     Stats,
     Tokens,
     ToWorker,
+    TreeSnapshot,
     WatchCache,
     frames,
     id_of,
@@ -115,6 +117,8 @@ class Worker:
                 engine.cache.subscribe(self._news.listen)
             case GetStats():
                 self._send(Stats(id=message.id, stats=engine.stats()))
+            case GetSnapshot():
+                self._send(TreeSnapshot(id=message.id, snapshot=engine.cache.snapshot(message.max_nodes)))
             case ResetCache():
                 engine.reset_cache()
                 self._send(Done(id=message.id))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
+from radixkv.cache import Snapshot
 from radixkv.scheduling.request import RequestOutput
 from radixkv.server.errors import InvalidRequest, ServerError, Unavailable
 from radixkv.server.messages import (
@@ -20,6 +21,7 @@ from radixkv.server.messages import (
     Failed,
     FromWorker,
     Generate,
+    GetSnapshot,
     GetStats,
     Hello,
     Parser,
@@ -28,6 +30,7 @@ from radixkv.server.messages import (
     Stats,
     Tokens,
     ToWorker,
+    TreeSnapshot,
     WatchCache,
     frames,
     send_now,
@@ -58,7 +61,7 @@ class WorkerClient:
         self._parse: Parser[FromWorker] = Parser(FromWorker)
         self._sinks: dict[str, Sink] = {}
         self._on_cache: CacheListener | None = None
-        self._calls: dict[str, asyncio.Future[Stats | Done]] = {}
+        self._calls: dict[str, asyncio.Future[Stats | TreeSnapshot | Done]] = {}
         self._call_ids = map(str, itertools.count())
         self._heard = time.monotonic()
         """When the worker last said something, or got something to do while it had nothing to do."""
@@ -116,6 +119,11 @@ class WorkerClient:
         assert isinstance(reply, Stats)
         return reply.stats
 
+    async def snapshot(self, max_nodes: int) -> Snapshot:
+        reply = await self._call(GetSnapshot(id=next(self._call_ids), max_nodes=max_nodes), CALL_TIMEOUT)
+        assert isinstance(reply, TreeSnapshot)
+        return reply.snapshot
+
     async def reset_cache(self) -> None:
         await self._call(ResetCache(id=next(self._call_ids)), CALL_TIMEOUT)
 
@@ -127,7 +135,7 @@ class WorkerClient:
                 call.set_exception(error)
         self._socket.close()
 
-    async def _call(self, message: GetStats | ResetCache, timeout: float) -> Stats | Done:
+    async def _call(self, message: GetStats | GetSnapshot | ResetCache, timeout: float) -> Stats | TreeSnapshot | Done:
         if not self._busy:
             self._heard = time.monotonic()
         future = self._calls[message.id] = asyncio.get_running_loop().create_future()
@@ -155,7 +163,7 @@ class WorkerClient:
                     sink(message.error)
                 else:
                     log.error("the engine process refused a message: %s", message.message)
-            case Stats() | Done():
+            case Stats() | TreeSnapshot() | Done():
                 call = self._calls.get(message.id)
                 if call is not None and not call.done():
                     call.set_result(message)

@@ -8,9 +8,10 @@ from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import BlockCopy, PrefixCache
 from radixkv.cache.radix_tree import Match, RadixTree
 from radixkv.cache.retention import Retention
+from radixkv.cache.snapshot import Snapshot, SnapshotNode
 from radixkv.cache.stats import CacheStats, HitCounts
 
 __all__ = [
     "BlockCopy", "BlockPool", "CacheStats", "Event", "Evicted", "Hit", "HitCounts", "Lease", "Match", "Miss", "Node", "OutOfBlocks",
-    "Parting", "PrefixCache", "RadixTree", "Retention", "Stored",
+    "Parting", "PrefixCache", "RadixTree", "Retention", "Snapshot", "SnapshotNode", "Stored",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixkv.cache.block_pool import BlockIds
-from radixkv.cache.miss import Finding, Miss
+from radixkv.cache.miss import Finding, Miss, Parting
 from radixkv.cache.node import Node
 from radixkv.cache.retention import Retention
 from radixkv.cache.stats import HitCounts
@@ -53,6 +53,11 @@ class Lease:
     def missed(self) -> dict[str, int] | None:
         """The tokens of :attr:`miss` by reason, those with none left out; None where that is."""
         return self._finding.by_reason() if self._finding is not None else None
+
+    @property
+    def parting(self) -> Parting | None:
+        """That of :attr:`miss`, where it has diverged tokens."""
+        return self._finding.parting(self._prompt) if self._finding is not None else None
 
     @property
     def miss(self) -> Miss | None:

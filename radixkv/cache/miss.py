@@ -87,13 +87,15 @@ class Finding(NamedTuple):
         counts["last_token"] = 0 if self.unknown else 1
         return {reason: count for reason, count in counts.items() if count}
 
+    def parting(self, prompt: Tokens) -> Parting | None:
+        """That of :meth:`miss`."""
+        if not self.diverged:
+            return None
+        at, before = self.position, min(self.position, WINDOW)
+        theirs = edge_tokens(self.theirs)[self.theirs_before : self.theirs_before + WINDOW]
+        return Parting(at, prompt[at - before : at + WINDOW], np.concatenate((prompt[at - before : at], theirs)))
+
     def miss(self, prompt: Tokens) -> Miss:
-        parting = None
-        if self.diverged:
-            at, before = self.position, min(self.position, WINDOW)
-            theirs = edge_tokens(self.theirs)[self.theirs_before : self.theirs_before + WINDOW]
-            shared = prompt[at - before : at]
-            parting = Parting(at, prompt[at - before : at + WINDOW], np.concatenate((shared, theirs)))
         stamp = self.stamp if self.evicted else None
         return Miss(
             in_flight=self.in_flight,
@@ -102,7 +104,7 @@ class Finding(NamedTuple):
             diverged=self.diverged,
             new=self.unknown - self.diverged,
             last_token=0 if self.unknown else 1,
-            parting=parting,
+            parting=self.parting(prompt),
             evicted_seconds_ago=max(0.0, self.time - stamp.time) if stamp else None,
             evicted_blocks_since=self.evicted_blocks - stamp.evicted_before if stamp else None,
         )

@@ -65,7 +65,8 @@ class RadixTree:
         self.remembered = Remembered(block_size, remember_blocks, self._drop_if_empty)
         self._roots: dict[str, Root] = {}
         self._nothing = Root("")
-        self._tick = 0
+        self.tick = 0
+        """Uses so far: what :attr:`Node.last_use` counts in."""
         self.num_nodes = 0
         """Nodes with blocks."""
         self.num_blocks = 0
@@ -143,6 +144,10 @@ class RadixTree:
         """Namespaces with blocks, leases or remembered tokens, the newest first."""
         return reversed(self._roots)
 
+    def roots(self) -> Iterator[Root]:
+        """One for each of those namespaces, the newest first."""
+        return reversed(self._roots.values())
+
     # -- changing ------------------------------------------------------------------------------------------------
 
     def lock_match(self, match: Match, namespace: str) -> Node:
@@ -185,8 +190,8 @@ class RadixTree:
 
         Its ancestors' order matters only when all below them is gone: :meth:`evict` hands it up then.  So this is O(1).
         """
-        self._tick += 1
-        node.last_use = self._tick
+        self.tick += 1
+        node.last_use = self.tick
         node.uses += 1
 
     def refresh_retention(self, node: Node, now: float) -> None:

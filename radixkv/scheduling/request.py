@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.cache import Lease
+from radixkv.cache import Lease, Parting
 from radixkv.cache.retention import Retention
 from radixkv.sampling_params import SamplingParams
 
@@ -39,6 +39,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_cached_tokens: int
     missed: dict[str, int] | None = None
     """Of a request's first output: its uncached prompt tokens by reason (:attr:`~radixkv.cache.Lease.missed`)."""
+    parting: tuple[int, list[int], list[int]] | None = None
+    """Of a request's first output, where its prompt diverged: :attr:`~radixkv.cache.Lease.parting`."""
     queued_seconds: float = 0.0
     """Of a request's first output: from its arrival to its first step."""
     prefill_seconds: float = 0.0
@@ -57,7 +59,7 @@ class Request:
 
     __slots__ = (
         "_buffer", "_read_only", "admission_time", "arrival_time", "grammar", "last_token", "lease", "missed", "namespace",
-        "num_cached_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "plain", "prompt_logprobs",
+        "num_cached_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens", "params", "parting", "plain", "prompt_logprobs",
         "request_id", "retention", "stop_token_ids",
     )  # fmt: skip
 
@@ -103,6 +105,8 @@ class Request:
         """Prompt tokens found in the cache when the request was first admitted."""
         self.missed: dict[str, int] | None = None
         """Its other prompt tokens then, by reason; None where nobody asks why."""
+        self.parting: Parting | None = None
+        """Where it leaves what the cache knew then."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         """Of the second prompt token, the third, ... as far as computed; None where they are not wanted, or were put out."""
         if params.prompt_logprobs is not None and not output_token_ids:
@@ -115,6 +119,12 @@ class Request:
     def tokens(self) -> NDArray[np.int32]:
         """Prompt and output so far: a read-only view, int32 ``[num_tokens]``, whose values never change."""
         return self._read_only[: self.num_tokens]
+
+    @property
+    def parting_output(self) -> tuple[int, list[int], list[int]] | None:
+        """:attr:`parting` as an output has it."""
+        parting = self.parting
+        return None if parting is None else (parting.position, parting.ours.tolist(), parting.theirs.tolist())
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:

@@ -115,7 +115,7 @@ class Scheduler:
             start = request.first_to_compute(lease.num_cached_tokens)
             if not request.num_preemptions:
                 request.num_cached_tokens = min(start, request.num_prompt_tokens)
-                request.missed = lease.missed
+                request.missed, request.parting = lease.missed, lease.parting
                 request.admission_time = time.monotonic()
                 if request.missed is not None and start < lease.num_cached_tokens:
                     request.missed = {"logprobs": lease.num_cached_tokens - start} | request.missed

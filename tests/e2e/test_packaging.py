@@ -42,12 +42,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_the_wheel_holds_every_module_and_c_source_of_the_repository(installed: Path):
+def test_the_wheel_holds_every_module_c_source_and_web_file_of_the_repository(installed: Path):
     expected = {
         prefix + str(path.relative_to(ROOT / folder))
         for folder, prefix in (("radixkv", ""), ("kernels", "kernels/"), ("server", "server/"))
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".c", ".h", ".typed")
+        if path.suffix in (".py", ".c", ".h", ".typed", ".html", ".js", ".css", ".svg")
     }
     found = {str(path.relative_to(installed / "radixkv")) for path in (installed / "radixkv").rglob("*") if path.is_file()}
     assert found == expected

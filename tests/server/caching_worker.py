@@ -73,7 +73,7 @@ class CachingEngine:
         time.sleep(STEP_SECONDS + TOKEN_SECONDS * batch.num_tokens)
         outputs = []
         for request in [sequence.request for sequence in batch.sequences if sequence.samples]:
-            missed = request.missed if not request.num_output_tokens else None
+            is_first = not request.num_output_tokens
             token = int(request.prompt_token_ids[request.num_output_tokens % request.num_prompt_tokens])
             finish_reason = request.append(token)
             self._generated_tokens += 1
@@ -86,7 +86,8 @@ class CachingEngine:
                     finish_reason=finish_reason,
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_cached_tokens=request.num_cached_tokens,
-                    missed=missed,
+                    missed=request.missed if is_first else None,
+                    parting=request.parting_output if is_first else None,
                 )
             )
         return outputs

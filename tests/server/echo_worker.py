@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from radixkv.cache import PrefixCache
 from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
 from radixkv.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class EchoEngine:
         self._running: dict[str, tuple[list[int], SamplingParams, int, int]] = {}
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         self._requests = 0
+        self.cache = PrefixCache(1)
         self._begun: dict[str, int] = {}
         self._rescored: dict[str, int] = {}
         self._arrived: dict[str, float] = {}

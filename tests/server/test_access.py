@@ -131,7 +131,8 @@ def bearer(key: str) -> dict[str, str]:
 
 ROUTES = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
           ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
-          ("GET", "/metrics"), ("GET", "/report"), ("POST", "/reset_prefix_cache")]  # fmt: skip
+          ("GET", "/metrics"), ("GET", "/report"), ("GET", "/dashboard/data"), ("GET", "/snapshot"),
+          ("POST", "/reset_prefix_cache")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -146,14 +147,14 @@ def test_without_a_key_nothing_answers(locked: Any, method: str, path: str, head
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_no_routes_but_health_and_readiness_are_open(locked: Any) -> None:
+def test_no_routes_but_health_readiness_and_the_empty_page_are_open(locked: Any) -> None:
     """Whatever routes there are: one that is added must be closed unless it says otherwise, and then stand here."""
     from radixkv.server.http_api import create_app
 
     app = create_app(None)  # type: ignore[arg-type]
     handlers = [handler for route in app.routes for handler in getattr(route, "route_handlers", [])]
     is_open = {path for handler in handlers if handler.opt.get("open_to_all") for path in handler.paths}
-    assert is_open == {"/health", "/ready"}
+    assert is_open == {"/health", "/ready", "/", "/web/{name:str}"}  # the last two are the live page, without its data
     assert httpx.get(f"{locked.url}/health").status_code == 200
 
 
