@@ -82,6 +82,9 @@ def serve(
     max_waiting: Annotated[int, Parameter(group=SERVER, validator=Number(gte=1))] = 2048,
     request_timeout: Annotated[float | None, Parameter(group=SERVER, validator=Number(gt=0))] = None,
     log_format: Annotated[Literal["text", "json"], Parameter(group=OPERATIONS)] = "text",
+    request_log: Annotated[Path | None, Parameter(group=OPERATIONS)] = None,
+    request_log_key: Annotated[Path | None, Parameter(group=OPERATIONS)] = None,
+    log_tokens: Annotated[bool, Parameter(negative="", group=OPERATIONS)] = False,
     config_file: Annotated[Path | None, Parameter(name=settings.FILE_OPTION, group=OPERATIONS)] = None,
     config: Engine = DEFAULTS,
 ) -> None:
@@ -123,6 +126,14 @@ def serve(
         Seconds after which a request is ended with an error. Unlimited if not given.
     log_format
         How the log on standard error looks: lines of text, or one JSON object a line. Neither ever holds a prompt.
+    request_log
+        File to append a line of JSON to for each request that ends: lengths, times, what was cached, why the rest was not, and
+        keyed hashes of its blocks. `radixkv report` and `radixkv replay` read it; docs/reports.md. None is written if not given.
+    request_log_key
+        File of 16 to 64 bytes that key the hashes, so that logs of several runs can be put together. A key that nobody knows, new
+        in each run, if not given.
+    log_tokens
+        Write prompts' token ids into the request log as well. They tell what was asked.
     config_file
         TOML file with options. None is read if not given.
     """
@@ -142,6 +153,9 @@ def serve(
         max_waiting=max_waiting,
         request_timeout=request_timeout,
         log_format=log_format,
+        request_log=request_log,
+        request_log_key=request_log_key,
+        log_tokens=log_tokens,
     )
 
 

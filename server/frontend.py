@@ -20,6 +20,7 @@ import msgspec
 from radixkv.cache.retention import Retention
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from radixkv.grammar import check_grammar
+from radixkv.report.logged_request import LoggedRequest
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput
 from radixkv.server import logs
@@ -28,6 +29,7 @@ from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavail
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
 from radixkv.server.recovery import Recovery
+from radixkv.server.request_log import RequestLog
 from radixkv.server.routing import Router
 from radixkv.server.tools import ToolUse
 from radixkv.server.waiting_room import Seats, WaitingRoom
@@ -59,10 +61,11 @@ class Frontend:
         max_waiting: int = DEFAULT_MAX_WAITING,
         request_timeout: float | None = None,
         router: Router[WorkerClient] | None = None,
+        request_log: RequestLog | None = None,
     ) -> None:
         """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take.
 
-        ``router`` is needed where there may be several workers.
+        ``router`` is needed where there may be several workers.  ``request_log`` gets a line for each sequence that ends.
         """
         self.model = model
         self.started = int(time.time())
@@ -85,6 +88,9 @@ class Frontend:
         self.max_model_len = 0
         self._waiting_room = WaitingRoom(max_waiting)
         self._request_timeout = request_timeout
+        self._request_log = request_log
+        self._engines: dict[int, dict[str, Any]] = {}
+        """What each worker said of itself when it was attached last."""
 
     # --- the workers' comings and goings ---
 
@@ -93,6 +99,7 @@ class Frontend:
         self._workers[worker.index] = worker
         self.max_model_len = stats["max_model_len"]
         self.metrics.engine_started(worker.index, stats)
+        self._engines[worker.index] = stats
         if self._router is not None and self._router.hashes is not None:
             worker.watch_cache(self._router.hashes.key, functools.partial(self._router.cache_changed, worker))
         self._recovery.attach(worker)
@@ -218,7 +225,7 @@ class Frontend:
             seats = self._waiting_room.enter(namespace, num_prompts * n)
         generation = Generation(
             self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget,
-            seats=seats, timeout=self._request_timeout,
+            seats=seats, timeout=self._request_timeout, on_end=None if self._request_log is None else self._log_end,
         )  # fmt: skip
         self._generations.add(generation)
         return generation
@@ -226,6 +233,32 @@ class Frontend:
     def _forget(self, generation: Generation) -> None:
         self._generations.discard(generation)
         self._closed.set()
+
+    def _log_end(self, choice: _Choice, arrival: float, finish_reason: FinishReason | None, error: str | None) -> None:
+        """Have the request log say how a sequence ended."""
+        assert self._request_log is not None
+        seconds = time.monotonic() - arrival
+        engine = next(iter(self._engines.values()))
+        line = LoggedRequest(
+            time=time.time() - seconds,
+            request_id=choice.request_id,
+            model=self.model,
+            namespace=choice.namespace,
+            prompt_tokens=choice.num_prompt_tokens,
+            cached_tokens=choice.num_cached_tokens if choice.began else None,
+            missed=choice.missed,
+            output_tokens=choice.num_tokens,
+            finish_reason=finish_reason,
+            error=error,
+            queued_seconds=choice.queued_seconds if choice.began else None,
+            ttft_seconds=choice.first_token_time - arrival if choice.began else None,
+            seconds=seconds,
+            block_size=engine["block_size"],
+            cache_blocks=sum(stats["blocks_total"] for stats in self._engines.values()),
+            kv_bytes_per_token=engine["kv_bytes_per_token"],
+            block_hashes=[],  # the log's own work
+        )
+        self._request_log.write(line, choice.prompt)
 
     def _check_accepting(self) -> None:
         if self._refusal is not None:
@@ -374,7 +407,10 @@ class Generation:
         *,
         seats: Seats,
         timeout: float | None,
+        on_end: Callable[[_Choice, float, FinishReason | None, str | None], None] | None,
     ) -> None:
+        """``on_end`` is called once for each choice, with the request's arrival, why it finished, or what it failed of."""
+        self._on_end = on_end
         self._recovery = recovery
         self._on_close = on_close
         self._seats = seats
@@ -417,7 +453,7 @@ class Generation:
             self.failure = "aborted"
             self._recovery.abort(list(self._open))
             self._metrics.request_success["abort"].inc(len(self._open))
-            self._open.clear()
+            self._end_open("aborted")
         self._release()
         self._on_close(self)
 
@@ -456,6 +492,8 @@ class Generation:
             self._recovery.abort([choice.request_id])
         del self._open[choice.request_id]
         choice.finished(self._metrics, delta.finish_reason, now - self._arrival)
+        if self._on_end is not None:
+            self._on_end(choice, self._arrival, delta.finish_reason, None)
         if not self._open:
             for first in range(0, len(self._choices), self._per_prompt):
                 longest = max(choice.num_tokens for choice in self._choices[first : first + self._per_prompt])
@@ -467,9 +505,15 @@ class Generation:
         self.failure = error.kind
         self._metrics.failed(error.kind, len(self._open))
         self._recovery.abort(list(self._open))
-        self._open.clear()
+        self._end_open(error.kind)
         self._release()
         self._queue.put_nowait(error)
+
+    def _end_open(self, error: str) -> None:
+        open_choices, self._open = self._open, {}
+        if self._on_end is not None:
+            for choice in open_choices.values():
+                self._on_end(choice, self._arrival, None, error)
 
     def _time_out(self, timeout: float) -> None:
         self._fail(TimedOut(f"the request was not done within {timeout:g} s, which is all that this server gives one"))
@@ -502,24 +546,29 @@ class _Choice:
         self.request_id = request.request_id
         self.namespace = request.namespace
         self.num_prompt_tokens = len(request.token_ids)
-        self._prompt = request.token_ids
+        self.prompt = request.token_ids
         self.num_cached_tokens = 0
         self.missed: dict[str, int] = {}
         self.num_tokens = 0
         self.last_token_time: float | None = None
         self._max_tokens = request.params.max_tokens
-        self._first_token_time = 0.0
-        self._queued_seconds = self._prefill_seconds = 0.0
+        self.first_token_time = 0.0
+        self.queued_seconds = self._prefill_seconds = 0.0
         self._num_preemptions = 0
         self._detokenizer = Detokenizer(token_bytes)
         self._stop = StopMatcher(stop)
+
+    @property
+    def began(self) -> bool:
+        """It has been given tokens."""
+        return self.last_token_time is not None
 
     def feed(self, output: RequestOutput, now: float) -> Delta:
         if self.last_token_time is None:  # a worker that goes on with it finds less, or what only the request itself has left there
             self.num_cached_tokens = output.num_cached_tokens
             self.missed = output.missed or self.missed
-            self._first_token_time = now
-            self._queued_seconds, self._prefill_seconds = output.queued_seconds, output.prefill_seconds
+            self.first_token_time = now
+            self.queued_seconds, self._prefill_seconds = output.queued_seconds, output.prefill_seconds
         self._num_preemptions = output.num_preemptions
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
@@ -531,7 +580,7 @@ class _Choice:
             token_ids=output.token_ids,
             logprobs=output.logprobs,
             finish_reason="stop" if self._stop.matched is not None else output.finish_reason,
-            prompt_token_ids=None if output.prompt_logprobs is None else self._prompt,
+            prompt_token_ids=None if output.prompt_logprobs is None else self.prompt,
             prompt_logprobs=output.prompt_logprobs,
         )
 
@@ -545,9 +594,9 @@ class _Choice:
             tokens=self.num_tokens,
             max_tokens=self._max_tokens,
             preemptions=self._num_preemptions,
-            queued=self._queued_seconds,
+            queued=self.queued_seconds,
             prefill=self._prefill_seconds,
-            decode=self.last_token_time - self._first_token_time,
+            decode=self.last_token_time - self.first_token_time,
             total=seconds,
         )
 
