@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, fields, replace
-from typing import get_args
+from dataclasses import asdict, dataclass, fields, replace
+from html import escape
+from typing import Any, get_args
 
 from radixkv.cache.miss import Finding, MissReason
 
@@ -126,3 +127,26 @@ class CacheStats:
     evicted_blocks: int
     total: HitCounts
     namespaces: dict[str, HitCounts]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return asdict(self)
+
+    def rows(self) -> list[dict[str, str | int | float]]:
+        """A row for each namespace: ``pandas.DataFrame(cache.stats().rows())``."""
+        return [{"namespace": name, **asdict(counts), "hit_rate": counts.hit_rate} for name, counts in self.namespaces.items()]
+
+    def _repr_html_(self) -> str:
+        """In notebooks: all namespaces together and each by itself."""
+        names = ["namespace", "hit_rate", *(field.name for field in fields(HitCounts))]
+        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
+        body = ""
+        for row in ({"namespace": "all", **asdict(self.total), "hit_rate": self.total.hit_rate}, *self.rows()):
+            counts = (f"{row[name]:,}" for name in names[2:])
+            cells = [escape(str(row["namespace"])) or "(default)", f"{row['hit_rate']:.1%}", *counts]
+            body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+        blocks = (
+            f"{self.blocks_total:,} blocks: {self.blocks_free:,} free, {self.blocks_cached:,} cached, {self.blocks_locked:,} "
+            f"locked; {self.nodes:,} nodes, {self.evicted_blocks:,} blocks evicted so far"
+        )
+        return f"<p>{blocks}</p>\n<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
