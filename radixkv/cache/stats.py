@@ -133,20 +133,30 @@ class CacheStats:
         return asdict(self)
 
     def rows(self) -> list[dict[str, str | int | float]]:
-        """A row for each namespace: ``pandas.DataFrame(cache.stats().rows())``."""
-        return [{"namespace": name, **asdict(counts), "hit_rate": counts.hit_rate} for name, counts in self.namespaces.items()]
+        """A row for each namespace, missed tokens by reason among its columns: ``pandas.DataFrame(cache.stats().rows())``."""
+        return [_row(name, counts) for name, counts in self.namespaces.items()]
 
     def _repr_html_(self) -> str:
         """In notebooks: all namespaces together and each by itself."""
-        names = ["namespace", "hit_rate", *(field.name for field in fields(HitCounts))]
-        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
+        rows = [_row("all", self.total), *self.rows()]
+        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in rows[0])
         body = ""
-        for row in ({"namespace": "all", **asdict(self.total), "hit_rate": self.total.hit_rate}, *self.rows()):
-            counts = (f"{row[name]:,}" for name in names[2:])
-            cells = [escape(str(row["namespace"])) or "(default)", f"{row['hit_rate']:.1%}", *counts]
+        for row in rows:
+            cells = (f"{value:.1%}" if isinstance(value, float) else escape(f"{value}") or "(default)" for value in row.values())
             body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
         blocks = (
             f"{self.blocks_total:,} blocks: {self.blocks_free:,} free, {self.blocks_cached:,} cached, {self.blocks_locked:,} "
             f"locked; {self.nodes:,} nodes, {self.evicted_blocks:,} blocks evicted so far"
         )
         return f"<p>{blocks}</p>\n<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+
+
+def _row(name: str, counts: HitCounts) -> dict[str, str | int | float]:
+    return {
+        "namespace": name,
+        "requests": counts.requests,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "hit_rate": counts.hit_rate,
+        **{f"missed_{reason}": tokens for reason, tokens in counts.missed.items()},
+    }
