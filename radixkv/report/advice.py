@@ -13,7 +13,7 @@ from radixkv.report.logged_request import LoggedRequest
 from radixkv.report.movable_spans import movable_spans
 from radixkv.report.simulation import Prompt, cached_tokens
 from radixkv.report.stack_distance import HitCurve
-from radixkv.report.tokens_text import Show
+from radixkv.report.tokens_text import Show, printable
 
 WINNING_BACK = 0.9
 """The capacity advised is the smallest that keeps this share of the hits that evictions lose."""
@@ -124,12 +124,14 @@ def _spans(simulation: _Simulation, show: Show) -> list[Advice]:
 
         ours, theirs = text(span.differing), text(first)
         saved = tokens - simulation.cached
+        namespace = printable(simulation.prompts[first][0])
+        where = f" of namespace {namespace}" if namespace else ""
         advice.append(
             Advice(
                 kind="move_span",
                 text=(
                     f"Move what differs at token {span.start:,} ({theirs} here, {ours} there) below the {span.run:,} tokens that "
-                    f"follow it and are the same in {count:,} prompts: saves {saved / count:,.0f} tokens a request."
+                    f"follow it and are the same in {count:,} prompts{where}: saves {saved / count:,.0f} tokens a request."
                 ),
                 arithmetic=(
                     f"{simulation.what}, the span moved in {count:,} of them: {simulation.gain(tokens)}, / {count:,} = "

@@ -8,12 +8,17 @@ from radixkv.report.curve_html import PAGE_STYLE
 from radixkv.report.curve_svg import COLOURS, STYLE, svg_element
 from radixkv.report.page import Cell, Page, Section, Table, cell_text
 
+_LONG = 40
+"""Characters from which on a cell breaks into lines."""
+
 _STYLE = """
+body { max-width: 76rem; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { margin: .4rem 0; }
 td:last-child { text-align: right; }
 td.words, th.words { text-align: left; }
-td.words { white-space: normal; min-width: 8rem; overflow-wrap: anywhere; }
+td.long { white-space: normal; min-width: 12rem; overflow-wrap: anywhere; font-size: .85em; }
+td { vertical-align: top; }
 table { margin: .6rem 0 1rem; }
 td.share { min-width: 7rem; background: linear-gradient(var(--curve), var(--curve)) left bottom / var(--part) 3px no-repeat; }
 .advice { margin: .8rem 0; padding-left: .8rem; border-left: 3px solid var(--knee); overflow-wrap: anywhere; }
@@ -75,7 +80,7 @@ def _table(table: Table) -> str:
 def _cell(cell: Cell) -> str:
     text = escape(cell_text(cell))
     if isinstance(cell, str):
-        return f'<td class="words">{text}</td>'
+        return f'<td class="words{" long" if len(cell) > _LONG else ""}">{text}</td>'
     if isinstance(cell, float):
         return f'<td class="share" style="--part:{cell * 100:.1f}%">{text}</td>'
     return f"<td>{text}</td>"
