@@ -28,7 +28,8 @@ def test_the_page_asks_for_nothing_but_itself(tmp_path: Path) -> None:
     page.write_text(html_page(workload_page(report)))
     options = [
         "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-        "--no-first-run", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", "--dump-dom",
+        "--no-first-run", "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", "--dump-dom",
     ]  # fmt: skip
     done = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=90, check=True)
     assert f"{report.saving.cached_tokens:,} of {report.saving.prompt_tokens:,} prompt tokens" in done.stdout
