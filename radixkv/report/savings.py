@@ -40,7 +40,7 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: float
     """``cached_tokens / prompt_tokens``."""
     computed_tokens_per_second: float | None
-    """The other prompt tokens by the seconds from the queue to the first token; None where nobody took the time."""
+    """By how much each computed token delayed the first token (:func:`_speed`); None where that can't be told."""
     seconds_saved: float | None
     """Estimate: the cached tokens at that speed."""
     hit_waits: Waits | None
@@ -53,9 +53,7 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
         prompt = sum(line.prompt_tokens for line in began)
         cached = sum(line.cached_tokens or 0 for line in began)
         timed = [line for line in began if line.ttft_seconds is not None]
-        computed = sum(line.prompt_tokens - (line.cached_tokens or 0) for line in timed)
-        seconds = sum(max((line.ttft_seconds or 0) - (line.queued_seconds or 0), 0) for line in timed)
-        speed = computed / seconds if seconds and computed else None
+        speed = _speed(timed)
         waits: tuple[list[float], list[float]] = [], []
         for line in timed:
             assert line.ttft_seconds is not None
@@ -70,6 +68,20 @@ class Saving(msgspec.Struct, frozen=True, kw_only=True):
             hit_waits=Waits.of(waits[1]),
             miss_waits=Waits.of(waits[0]),
         )
+
+
+def _speed(timed: Sequence[LoggedRequest]) -> float | None:
+    """Tokens a second, from the slope of the time from the queue to the first token over the tokens computed (least squares).
+
+    Not the one divided by the other: a step takes its time for one token, too, and hits compute few.
+    """
+    computed = np.array([line.prompt_tokens - (line.cached_tokens or 0) for line in timed], float)
+    seconds = np.array([(line.ttft_seconds or 0) - (line.queued_seconds or 0) for line in timed], float)
+    if len(timed) < 2 or np.ptp(computed) == 0:
+        return None
+    offsets = computed - computed.mean()
+    slope = float((offsets * seconds).sum() / (offsets * offsets).sum())
+    return 1 / slope if slope > 0 else None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,8 +47,9 @@ def _saved(report: WorkloadReport) -> Iterator[str]:
         yield f"The server has a cache {size} with blocks of {report.block_size:,} tokens."
     if saving.seconds_saved is not None and saving.computed_tokens_per_second is not None:
         yield (
-            f"About {saving.seconds_saved:,.1f} s of prefill saved: {saving.cached_tokens:,} tokens at "
-            f"{saving.computed_tokens_per_second:,.0f} a second, as fast as the others were computed while their requests waited."
+            f"About {saving.seconds_saved:,.1f} s of waiting for prefill saved, all requests added up: {saving.cached_tokens:,} "
+            f"tokens at {saving.computed_tokens_per_second:,.0f} a second, which is by how much each computed token delayed its "
+            "request's first one (least squares)."
         )
     if report.not_begun:
         yield f"{report.not_begun:,} requests ended before their first token; they are in no other number."
