@@ -83,6 +83,9 @@ def serve(
     request_timeout: Annotated[float | None, Parameter(group=SERVER, validator=Number(gt=0))] = None,
     show_prompts: Annotated[bool, Parameter(group=SECURITY, negative="")] = False,
     log_format: Annotated[Literal["text", "json"], Parameter(group=OPERATIONS)] = "text",
+    request_log: Annotated[Path | None, Parameter(group=OPERATIONS)] = None,
+    request_log_key: Annotated[Path | None, Parameter(group=OPERATIONS)] = None,
+    log_tokens: Annotated[bool, Parameter(negative="", group=OPERATIONS)] = False,
     config_file: Annotated[Path | None, Parameter(name=settings.FILE_OPTION, group=OPERATIONS)] = None,
     config: Engine = DEFAULTS,
 ) -> None:
@@ -126,6 +129,14 @@ def serve(
         Let the live page at `/` show the beginnings of cached prompts, to whoever may see the metrics. Lengths only if not given.
     log_format
         How the log on standard error looks: lines of text, or one JSON object a line. Neither ever holds a prompt.
+    request_log
+        File to append a line of JSON to for each request that ends: lengths, times, what was cached, why the rest was not, and
+        keyed hashes of its blocks. `radixkv report` and `radixkv replay` read it; docs/reports.md. None is written if not given.
+    request_log_key
+        File of 16 to 64 bytes that key the hashes, so that logs of several runs can be put together. A key that nobody knows, new
+        in each run, if not given.
+    log_tokens
+        Write prompts' token ids into the request log as well. They tell what was asked.
     config_file
         TOML file with options. None is read if not given.
     """
@@ -146,6 +157,9 @@ def serve(
         request_timeout=request_timeout,
         show_prompts=show_prompts,
         log_format=log_format,
+        request_log=request_log,
+        request_log_key=request_log_key,
+        log_tokens=log_tokens,
     )
 
 
@@ -227,25 +241,58 @@ def generate(
 
 
 @app.command
-def report(url: str = "http://127.0.0.1:8000", /, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Print the hit rate of a running server so far, for each namespace, and what it saved.
+def report(
+    source: str = "http://127.0.0.1:8000",
+    /,
+    *,
+    html: Path | None = None,
+    capacity_blocks: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    model: str | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Say where the hits come from and where they went: of a running server, of a request log, or of a trace.
+
+    Of a server these are its counters so far. Of a request log or a trace: how much prefill the cache saved, which prefixes earn
+    it, where the misses went and why, what to do about them with the arithmetic of it, by namespace, over time, and at other sizes
+    of the cache.
 
     Parameters
     ----------
-    url
-        Where the server is.
+    source
+        Where the server is, or a file: a log of `radixkv serve --request-log FILE`, or a trace as `radixkv replay` takes it.
+    html
+        Write the report into this file, one page that opens offline.
+    capacity_blocks
+        Size of the cache in blocks, for a trace or another one than the log says. A trace's is unbounded if not given.
+    model
+        Model to say sizes in GiB, and to show as text what a log with tokens holds: an alias, a folder, a hub id or a `.gguf` file.
     json
         Print JSON instead of text.
     """
-    from radixkv.report.report import fetch_report
+    from rich.console import Console
+    from rich.progress import Progress
 
-    result = fetch_report(url)
+    from radixkv.report.source import report_on, write_html
+
+    if html is not None and not html.parent.is_dir():
+        raise ValueError(f"--html must name a file in a folder that is there, got {html}")
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        reading, simulating = bar.add_task("reading"), bar.add_task("simulating", total=None)
+        result = report_on(
+            source,
+            capacity_blocks=capacity_blocks,
+            model=model,
+            reading=lambda done, total: bar.update(reading, completed=done, total=total),
+            simulating=lambda done, total: bar.update(simulating, completed=done, total=total),
+        )
+    if html is not None:
+        write_html(result, html)
     if json:
         _print_json(result)
-    else:
-        from rich.console import Console
-
+    elif html is None:
         Console().print(result)
+    else:
+        Console().print(f"Wrote {html}", markup=False, highlight=False)
 
 
 # By its path, because the policies and the progress bar that its parameters need are imported with it: not for `--help`.

@@ -22,6 +22,7 @@ from radixkv.cache import Snapshot
 from radixkv.cache.retention import Retention
 from radixkv.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from radixkv.grammar import check_grammar
+from radixkv.report.logged_request import LoggedRequest
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import FinishReason, RequestOutput
 from radixkv.server import logs
@@ -31,6 +32,7 @@ from radixkv.server.errors import InvalidRequest, ServerError, TimedOut, Unavail
 from radixkv.server.messages import ChatMessage, Delta, Generate, Usage
 from radixkv.server.metrics import Metrics
 from radixkv.server.recovery import Recovery
+from radixkv.server.request_log import RequestLog
 from radixkv.server.routing import Router
 from radixkv.server.tools import ToolUse
 from radixkv.server.waiting_room import Seats, WaitingRoom
@@ -68,11 +70,12 @@ class Frontend:
         request_timeout: float | None = None,
         router: Router[WorkerClient] | None = None,
         show_prompts: bool = False,
+        request_log: RequestLog | None = None,
     ) -> None:
         """``max_waiting`` is :class:`WaitingRoom`'s limit, ``request_timeout`` the most seconds that a request may take.
 
-        ``router`` is needed where there may be several workers.  ``show_prompts`` has the live page
-        show prompts to administrators.
+        ``router`` is needed where there may be several workers.  ``show_prompts`` has the live page show prompts to administrators.
+        ``request_log`` gets a line for each sequence that ends.
         """
         self.model = model
         self.started = int(time.time())
@@ -97,6 +100,9 @@ class Frontend:
         self.max_model_len = 0
         self._waiting_room = WaitingRoom(max_waiting)
         self._request_timeout = request_timeout
+        self._request_log = request_log
+        self._engines: dict[int, dict[str, Any]] = {}
+        """What each worker said of itself when it was attached last."""
 
     # --- the workers' comings and goings ---
 
@@ -105,6 +111,7 @@ class Frontend:
         self._workers[worker.index] = worker
         self.max_model_len = stats["max_model_len"]
         self.metrics.engine_started(worker.index, stats)
+        self._engines[worker.index] = stats
         if self._router is not None and self._router.hashes is not None:
             worker.watch_cache(self._router.hashes.key, functools.partial(self._router.cache_changed, worker))
         self._recovery.attach(worker)
@@ -235,6 +242,7 @@ class Frontend:
         generation = Generation(
             self._recovery, requests, n, params.stop, self.token_bytes, self.metrics, arrival, self._forget,
             activity=self.activity, seats=seats, timeout=self._request_timeout,
+            on_end=None if self._request_log is None else self._log_end,
         )  # fmt: skip
         self._generations.add(generation)
         return generation
@@ -242,6 +250,32 @@ class Frontend:
     def _forget(self, generation: Generation) -> None:
         self._generations.discard(generation)
         self._closed.set()
+
+    def _log_end(self, choice: _Choice, arrival: float, finish_reason: FinishReason | None, error: str | None) -> None:
+        """Have the request log say how a sequence ended."""
+        assert self._request_log is not None
+        seconds = time.monotonic() - arrival
+        engine = next(iter(self._engines.values()))
+        line = LoggedRequest(
+            time=time.time() - seconds,
+            request_id=choice.request_id,
+            model=self.model,
+            namespace=choice.namespace,
+            prompt_tokens=choice.num_prompt_tokens,
+            cached_tokens=choice.num_cached_tokens if choice.began else None,
+            missed=choice.missed,
+            output_tokens=choice.num_tokens,
+            finish_reason=finish_reason,
+            error=error,
+            queued_seconds=choice.queued_seconds if choice.began else None,
+            ttft_seconds=choice.first_token_time - arrival if choice.began else None,
+            seconds=seconds,
+            block_size=engine["block_size"],
+            cache_blocks=sum(stats["blocks_total"] for stats in self._engines.values()),
+            kv_bytes_per_token=engine["kv_bytes_per_token"],
+            block_hashes=[],  # the log's own work
+        )
+        self._request_log.write(line, choice.prompt)
 
     def _check_accepting(self) -> None:
         if self._refusal is not None:
@@ -401,7 +435,10 @@ class Generation:
         activity: Activity,
         seats: Seats,
         timeout: float | None,
+        on_end: Callable[[_Choice, float, FinishReason | None, str | None], None] | None,
     ) -> None:
+        """``on_end`` is called once for each choice, with the request's arrival, why it finished, or what it failed of."""
+        self._on_end = on_end
         self._recovery = recovery
         self._on_close = on_close
         self._seats = seats
@@ -445,8 +482,7 @@ class Generation:
             self.failure = "aborted"
             self._recovery.abort(list(self._open))
             self._metrics.request_success["abort"].inc(len(self._open))
-            self._ended_early("abort")
-            self._open.clear()
+            self._end_open("abort", "aborted")
         self._release()
         self._on_close(self)
 
@@ -493,6 +529,8 @@ class Generation:
             self._recovery.abort([choice.request_id])
         del self._open[choice.request_id]
         choice.finished(self._metrics, delta.finish_reason, now - self._arrival)
+        if self._on_end is not None:
+            self._on_end(choice, self._arrival, delta.finish_reason, None)
         if not self._open:
             for first in range(0, len(self._choices), self._per_prompt):
                 longest = max(choice.num_tokens for choice in self._choices[first : first + self._per_prompt])
@@ -503,16 +541,19 @@ class Generation:
     def _fail(self, error: ServerError) -> None:
         self.failure = error.kind
         self._metrics.failed(error.kind, len(self._open))
-        self._ended_early("error")
         self._recovery.abort(list(self._open))
-        self._open.clear()
+        self._end_open("error", error.kind)
         self._release()
         self._queue.put_nowait(error)
 
-    def _ended_early(self, reason: FinishReason) -> None:
-        for choice in self._open.values():
+    def _end_open(self, reason: FinishReason, error: str) -> None:
+        """None of the open choices will finish."""
+        open_choices, self._open = self._open, {}
+        for choice in open_choices.values():
             if choice.recent is not None:
                 choice.recent.finish_reason = reason
+            if self._on_end is not None:
+                self._on_end(choice, self._arrival, None, error)
 
     def _time_out(self, timeout: float) -> None:
         self._fail(TimedOut(f"the request was not done within {timeout:g} s, which is all that this server gives one"))
@@ -558,18 +599,23 @@ class _Choice:
         self.num_tokens = 0
         self.last_token_time: float | None = None
         self._max_tokens = request.params.max_tokens
-        self._first_token_time = 0.0
-        self._queued_seconds = self._prefill_seconds = 0.0
+        self.first_token_time = 0.0
+        self.queued_seconds = self._prefill_seconds = 0.0
         self._num_preemptions = 0
         self._detokenizer = Detokenizer(token_bytes)
         self._stop = StopMatcher(stop)
+
+    @property
+    def began(self) -> bool:
+        """It has been given tokens."""
+        return self.last_token_time is not None
 
     def feed(self, output: RequestOutput, now: float) -> Delta:
         if self.last_token_time is None:  # a worker that goes on with it finds less, or what only the request itself has left there
             self.num_cached_tokens = output.num_cached_tokens
             self.missed = output.missed or self.missed
-            self._first_token_time = now
-            self._queued_seconds, self._prefill_seconds = output.queued_seconds, output.prefill_seconds
+            self.first_token_time = now
+            self.queued_seconds, self._prefill_seconds = output.queued_seconds, output.prefill_seconds
         self._num_preemptions = output.num_preemptions
         self.last_token_time = now
         self.num_tokens += len(output.token_ids)
@@ -599,9 +645,9 @@ class _Choice:
             tokens=self.num_tokens,
             max_tokens=self._max_tokens,
             preemptions=self._num_preemptions,
-            queued=self._queued_seconds,
+            queued=self.queued_seconds,
             prefill=self._prefill_seconds,
-            decode=self.last_token_time - self._first_token_time,
+            decode=self.last_token_time - self.first_token_time,
             total=seconds,
         )
 

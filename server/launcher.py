@@ -32,12 +32,14 @@ from radixkv.model.tokenizer import load_tokenizer
 from radixkv.server import logs
 from radixkv.server.access import API_KEY_VARIABLE, ApiKeys, is_loopback
 from radixkv.server.access_log import AccessLog
+from radixkv.server.block_hashes import BlockHashes
 from radixkv.server.curve import CurveServer
 from radixkv.server.errors import Unavailable
 from radixkv.server.frontend import DEFAULT_MAX_WAITING, Frontend
 from radixkv.server.http_api import create_app
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, WRITE_SECONDS, TimedProtocol
 from radixkv.server.messages import BEAT_SECONDS, Hello, Ready
+from radixkv.server.request_log import RequestLog
 from radixkv.server.routing import Router
 from radixkv.server.worker_client import WorkerClient
 from radixkv.server.zmq_api import ZmqDoor, check_endpoint
@@ -80,6 +82,9 @@ def serve(
     request_timeout: float | None = None,
     show_prompts: bool = False,
     log_format: logs.LogFormat = "text",
+    request_log: Path | str | None = None,
+    request_log_key: Path | str | None = None,
+    log_tokens: bool = False,
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> None:
     """Serve ``config.model`` over HTTP, and over ZeroMQ if an endpoint is given, until SIGINT or SIGTERM.
@@ -88,8 +93,9 @@ def serve(
     of the CPU's cores where ``config`` gives no number.  After SIGTERM open requests have ``drain_timeout`` seconds to end.  A
     worker that is busy and says nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the
     two after it are what :class:`CurveServer` loads, the three after those the frontend's.  ``log_format`` is how the log on
-    standard error looks, the workers' as well.  Raises ``ValueError`` or ``OSError`` with a text for users where it can't start,
-    ``OSError`` also where worker after worker fails.
+    standard error looks, the workers' as well.  ``request_log`` is where :class:`RequestLog` writes, ``request_log_key`` a file for
+    its :class:`BlockHashes`, ``log_tokens`` has it write prompts' tokens, too.  Raises ``ValueError`` or ``OSError`` with a text for
+    users where it can't start, ``OSError`` also where worker after worker fails.
     """
     logs.set_up(log_format)
     # What can go wrong at once goes wrong here, before the model is fetched or loaded.
@@ -115,6 +121,10 @@ def serve(
         raise ValueError(f"max-waiting must be at least 1, got {max_waiting}")
     if request_timeout is not None and not 0 < request_timeout < float("inf"):
         raise ValueError(f"request-timeout must be above 0 seconds, got {request_timeout}")
+    if request_log is None and (log_tokens or request_log_key is not None):
+        option = "log-tokens" if log_tokens else "request-log-key"
+        raise ValueError(f"{option} is for a request log: give --request-log FILE as well")
+    hashes = BlockHashes.load(None if request_log_key is None else Path(request_log_key))
     _raise_open_files()
     with _bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
         _check_reach(listener, keys)
@@ -122,12 +132,27 @@ def serve(
         signals = _Signals()
         source = resolve_model(config.model)
         load_model_config(source)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with contextlib.ExitStack() as stack:
+            requests = None
+            if request_log is not None:
+                requests = RequestLog(Path(request_log), hashes, log_tokens=log_tokens)
+                stack.callback(requests.close)
+            runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
             patience = _Patience(drain_timeout, hang_timeout, request_timeout)
             runner.run(
                 signals.run(
                     lambda: _serve(
-                        config, source, doors, workers, max_waiting, patience, worker_command, signals, log_format, show_prompts
+                        config,
+                        source,
+                        doors,
+                        workers,
+                        max_waiting,
+                        patience,
+                        worker_command,
+                        signals,
+                        log_format,
+                        show_prompts,
+                        requests,
                     )
                 )
             )
@@ -211,6 +236,7 @@ async def _serve(
     signals: _Signals,
     log_format: logs.LogFormat,
     show_prompts: bool,
+    request_log: RequestLog | None,
 ) -> None:
     as_json = log_format == "json"
     console = Console(stderr=True, highlight=False, quiet=as_json)
@@ -236,6 +262,7 @@ async def _serve(
             frontend = Frontend(
                 source.name, tokenizer, model.vocab_size,
                 max_waiting=max_waiting, request_timeout=patience.request, router=router, show_prompts=show_prompts,
+                request_log=request_log,
             )  # fmt: skip
             logs.take_over("transformers")
             started = await loading

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, fields, replace
-from typing import get_args
+from dataclasses import asdict, dataclass, fields, replace
+from html import escape
+from typing import Any, get_args
 
 from radixkv.cache.miss import Finding, MissReason
 
@@ -126,3 +127,36 @@ class CacheStats:
     evicted_blocks: int
     total: HitCounts
     namespaces: dict[str, HitCounts]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return asdict(self)
+
+    def rows(self) -> list[dict[str, str | int | float]]:
+        """A row for each namespace, missed tokens by reason among its columns: ``pandas.DataFrame(cache.stats().rows())``."""
+        return [_row(name, counts) for name, counts in self.namespaces.items()]
+
+    def _repr_html_(self) -> str:
+        """In notebooks: all namespaces together and each by itself."""
+        rows = [_row("all", self.total), *self.rows()]
+        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in rows[0])
+        body = ""
+        for row in rows:
+            cells = (f"{value:.1%}" if isinstance(value, float) else escape(f"{value}") or "(default)" for value in row.values())
+            body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+        blocks = (
+            f"{self.blocks_total:,} blocks: {self.blocks_free:,} free, {self.blocks_cached:,} cached, {self.blocks_locked:,} "
+            f"locked; {self.nodes:,} nodes, {self.evicted_blocks:,} blocks evicted so far"
+        )
+        return f"<p>{blocks}</p>\n<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>"
+
+
+def _row(name: str, counts: HitCounts) -> dict[str, str | int | float]:
+    return {
+        "namespace": name,
+        "requests": counts.requests,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "hit_rate": counts.hit_rate,
+        **{f"missed_{reason}": tokens for reason, tokens in counts.missed.items()},
+    }

@@ -7,7 +7,7 @@ from html import escape
 from radixkv.report.curve_report import CurveReport
 from radixkv.report.curve_svg import COLOURS, STYLE, svg_element
 
-_PAGE_STYLE = """
+PAGE_STYLE = """
 body { margin: 2rem auto; max-width: 56rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
@@ -33,7 +33,7 @@ def html_page(report: CurveReport, title: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
-<style>{COLOURS}{STYLE}{_PAGE_STYLE}</style>
+<style>{COLOURS}{STYLE}{PAGE_STYLE}</style>
 </head>
 <body>
 <h1>{title}</h1>

@@ -48,9 +48,11 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
     """A few hundred capacities at most, evenly spread on a logarithmic scale: for a picture."""
     seconds: float
     """Time the simulation took."""
+    today: CurvePoint | None = None
+    """The capacity that a server has now, where it is known."""
 
     @classmethod
-    def from_curve(cls, curve: HitCurve, kv: KVSize | None = None) -> CurveReport:
+    def from_curve(cls, curve: HitCurve, kv: KVSize | None = None, *, today_blocks: int | None = None) -> CurveReport:
         def at(capacity: int) -> CurvePoint:
             return CurvePoint(
                 capacity_blocks=capacity,
@@ -72,6 +74,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
             rows=[at(c) for c in sorted({*_round_numbers(most)[-_ROUND_ROWS:], knee, most} - {0})],
             points=[at(c) for c in sorted({*spread, *_round_numbers(most)})],
             seconds=curve.seconds,
+            today=None if today_blocks is None else at(today_blocks),
         )
 
     def size(self, capacity_blocks: int) -> str:

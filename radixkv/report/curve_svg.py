@@ -31,6 +31,8 @@ STYLE = """
 .hit-rate .axis { stroke: var(--soft); fill: none; }
 .hit-rate .reach { stroke: var(--soft); stroke-dasharray: 2 4; }
 .hit-rate .guide { stroke: var(--knee); stroke-dasharray: 5 4; }
+.hit-rate .today { stroke: var(--ink); stroke-width: 1.5; }
+.hit-rate .today-text { font-weight: 600; }
 .hit-rate .curve { stroke: var(--curve); stroke-width: 2.5; stroke-linejoin: round; fill: none; }
 .hit-rate .row { fill: var(--curve); }
 .hit-rate .knee { fill: var(--knee); stroke: var(--paper); stroke-width: 2; }
@@ -107,6 +109,12 @@ class _Picture:
             if row.capacity_blocks >= least and abs(x - knee_x) > _DOTS_APART:
                 tip = f"{row.capacity_blocks:,} blocks ({report.size(row.capacity_blocks)}): {percent(row.hit_rate_blocks, 2)}"
                 yield f'<circle class="row" cx="{x}" cy="{y}" r="3.5"><title>{escape(tip)}</title></circle>'
+        if report.today is not None:
+            x = self._x(min(max(report.today.capacity_blocks, least), self.scales.most))
+            yield f'<line class="today" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_BOTTOM}"/>'
+            label = f"today: {report.today.capacity_blocks:,} blocks"
+            room = x + 8 + _LETTER_WIDTH * len(label) < _RIGHT
+            yield _text(x + (8 if room else -8), _BOTTOM - 12, label, "today-text", "start" if room else "end")
         yield f'<line class="guide" x1="{knee_x}" x2="{knee_x}" y1="{knee_y}" y2="{_BOTTOM}"/>'
         yield f'<circle class="knee" cx="{knee_x}" cy="{knee_y}" r="6.5"/>'
         # The curve rises, so there is room right of the knee and below it, and left of it and above.

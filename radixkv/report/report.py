@@ -42,6 +42,7 @@ class _EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_cached: int
     blocks_locked: int
     namespaces: dict[str, _NamespaceCounts]
+    missed_tokens: dict[str, int] = {}
 
 
 class NamespaceReport(msgspec.Struct, frozen=True):
@@ -62,7 +63,10 @@ class BlockUse(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Hit rate so far, and what it saved.  ``print(report)`` gives text, ``msgspec.json.encode(report)`` JSON."""
+    """Hit rate so far, and what it saved.
+
+    ``print(report)`` gives text, :meth:`to_dict` plain types, :meth:`rows` a table, and a notebook shows it as HTML.
+    """
 
     model: str
     uptime_s: float
@@ -82,6 +86,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Estimate: the hit tokens at the mean speed of the prompt tokens that were computed."""
     blocks: BlockUse
     namespaces: dict[str, NamespaceReport]
+    missed_tokens: dict[str, int] = {}
+    """The other prompt tokens by reason."""
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Report:
@@ -109,7 +115,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 name: NamespaceReport(n.requests, n.prompt_tokens, n.cached_tokens, _share(n.cached_tokens, n.prompt_tokens))
                 for name, n in s.namespaces.items()
             },
+            missed_tokens=s.missed_tokens,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types; what ``--json`` prints."""
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+    def rows(self) -> list[dict[str, str | int | float]]:
+        """A row for each namespace: ``pandas.DataFrame(report.rows())``."""
+        return [{"namespace": name, **msgspec.to_builtins(part)} for name, part in self.namespaces.items()]
+
+    def _repr_html_(self) -> str:
+        """In notebooks."""
+        from radixkv.report.live_page import live_page
+        from radixkv.report.page_html import html_fragment
+
+        return html_fragment(live_page(self))
 
     def __rich__(self) -> RenderableType:
         from rich.console import Group
@@ -126,6 +148,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             ("prompt tokens", f"{self.prompt_tokens:,}"),
             ("hit tokens", f"{self.hit_tokens:,}"),
             ("hit rate", f"[bold]{self.hit_rate:.1%}[/]"),
+            ("missed", _by_size(self.missed_tokens)),
             (
                 "prefill",
                 f"{self.prefill_tokens_computed:,} tokens computed in {_duration(self.prefill_seconds)}"
@@ -189,6 +212,11 @@ def fetch_report(url: str, *, timeout: float = 10.0) -> Report:
         return Report.from_stats(msgspec.json.decode(body))
     except (msgspec.DecodeError, ValueError) as error:
         raise ValueError(f"{address} is no radixkv server: {error}") from None
+
+
+def _by_size(missed: Mapping[str, int]) -> str:
+    words = [f"{count:,} {reason}" for reason, count in sorted(missed.items(), key=lambda item: -item[1]) if count]
+    return ", ".join(words) or "-"
 
 
 def _share(part: int, whole: int) -> float:

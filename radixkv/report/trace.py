@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from radixkv.report.logged_request import LoggedRequest
+
 BLOCK_TOKENS = 512
 """Tokens in a block of a Mooncake trace (the published traces' choice)."""
 
@@ -56,8 +58,20 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, progress: Progre
     TraceError
         A line isn't JSON, lacks a field, has a field of the wrong type, or has a number of ids that contradicts its length.
     """
-    parse: Callable[[bytes], TraceRequest] | None = None
     finished: list[TraceRequest] = []
+    for record in read_records(path, block_tokens=block_tokens, progress=progress):
+        if isinstance(record, TraceRequest):
+            yield record
+        else:
+            finished.append(as_trace(record))
+    yield from sorted(finished, key=lambda request: request.timestamp)
+
+
+def read_records(
+    path: Path, *, block_tokens: int = BLOCK_TOKENS, progress: Progress | None = None
+) -> Iterator[TraceRequest | LoggedRequest]:
+    """The lines of either format, as they are and in their order, all of one kind.  Takes and raises what ``read_trace`` does."""
+    parse: Callable[[bytes], TraceRequest | LoggedRequest] | None = None
     read, size = 0, path.stat().st_size
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -68,19 +82,21 @@ def read_trace(path: Path, *, block_tokens: int = BLOCK_TOKENS, progress: Progre
                 continue
             try:
                 parse = parse or _parser_for(line, block_tokens)
-                request = parse(line)
+                yield parse(line)
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
                 raise TraceError(f"{path}, line {number}: {_explain(error)}") from None
-            if isinstance(parse, _MooncakeParser):
-                yield request
-            else:
-                finished.append(request)
     if progress is not None:
         progress(read, read)
-    yield from sorted(finished, key=lambda request: request.timestamp)
 
 
-def _parser_for(first_line: bytes, block_tokens: int) -> Callable[[bytes], TraceRequest]:
+def as_trace(line: LoggedRequest) -> TraceRequest:
+    """What a replay needs of a request log's line."""
+    return TraceRequest(
+        1000 * line.time, line.prompt_tokens, line.output_tokens, line.block_hashes, line.namespace, line.block_size
+    )
+
+
+def _parser_for(first_line: bytes, block_tokens: int) -> Callable[[bytes], TraceRequest | LoggedRequest]:
     fields = msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])
     if "hash_ids" in fields:
         return _MooncakeParser(block_tokens)
@@ -113,38 +129,18 @@ class _MooncakeParser:
         return TraceRequest(line.timestamp, line.input_length, line.output_length, line.hash_ids, "", size)
 
 
-class _RequestLogLine(msgspec.Struct, gc=False, kw_only=True):
-    time: float
-    prompt_tokens: int
-    output_tokens: int
-    block_size: int
-    namespace: str = ""
-    block_hashes: list[int | str]
-
-
 class _RequestLogParser:
     def __init__(self) -> None:
-        self._decode = msgspec.json.Decoder(_RequestLogLine).decode
+        self._decode = msgspec.json.Decoder(LoggedRequest).decode
         self._block_size: int | None = None
 
-    def __call__(self, text: bytes) -> TraceRequest:
+    def __call__(self, text: bytes) -> LoggedRequest:
         line = self._decode(text)
-        _at_least("prompt_tokens", line.prompt_tokens, 1)
-        _at_least("output_tokens", line.output_tokens, 0)
-        _at_least("block_size", line.block_size, 1)
-        if self._block_size is None:
-            self._block_size = line.block_size
-        if line.block_size != self._block_size:
+        if self._block_size is not None and line.block_size != self._block_size and line.block_size >= 1:
             raise ValueError(f"block_size: must be {self._block_size}, as in the lines before, got {line.block_size}")
-        blocks = line.prompt_tokens // line.block_size
-        if len(line.block_hashes) != blocks:
-            raise ValueError(
-                f"block_hashes: {line.prompt_tokens} prompt tokens have {blocks} whole blocks of {line.block_size}, "
-                f"got {len(line.block_hashes)} hashes"
-            )
-        return TraceRequest(
-            1000 * line.time, line.prompt_tokens, line.output_tokens, line.block_hashes, line.namespace, line.block_size
-        )
+        line.check()
+        self._block_size = line.block_size
+        return line
 
 
 def _at_least(field: str, value: int, least: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import example, given, settings
@@ -124,3 +126,23 @@ def test_the_hit_rate_is_a_share_of_prompt_tokens_and_0_before_there_are_any():
     assert HitCounts(requests=2, prompt_tokens=40, cached_tokens=10).hit_rate == 0.25
     cache = cached(32, 4, LONG, LONG)
     assert cache.stats().total.hit_rate == 15 / 32
+
+
+def test_stats_are_plain_types_a_table_and_html_for_notebooks():
+    cache = PrefixCache(64, 16, attribution=True)
+    for namespace in ("", "<i>tenant"):
+        for _ in range(2):
+            lease = cache.acquire(list(range(32)), namespace=namespace)
+            cache.publish(lease, list(range(32)), 32)
+            cache.release(lease)
+    stats = cache.stats()
+    plain = json.loads(json.dumps(stats.to_dict()))
+    assert plain["total"]["cached_tokens"] == 62
+    assert plain["namespaces"]["<i>tenant"]["requests"] == 2
+    rows = stats.rows()
+    assert [(row["namespace"], row["cached_tokens"]) for row in rows] == [("", 31), ("<i>tenant", 31)]
+    assert rows[0]["hit_rate"] == 31 / 64
+    html = stats._repr_html_()
+    assert "48.4%" in html
+    assert "&lt;i&gt;tenant" in html
+    assert "<i>" not in html

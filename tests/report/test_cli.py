@@ -204,7 +204,7 @@ def test_ctrl_c_exits_130_without_a_word(monkeypatch: pytest.MonkeyPatch, capsys
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("radixkv.report.report.fetch_report", interrupt)
+    monkeypatch.setattr("radixkv.report.source.fetch_report", interrupt)
     assert main(["report"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -7,10 +7,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from radixkv.cli import main
 from radixkv.report.report import Report, fetch_report
 
 STATS: dict[str, Any] = {
@@ -115,3 +117,30 @@ def test_many_namespaces_are_cut_to_the_largest_with_a_count_of_the_rest() -> No
     assert "tenant-30 " in text
     assert "tenant-10 " not in text
     assert "and 10 smaller namespaces" in text
+
+
+def test_misses_by_reason_are_shown_the_largest_first() -> None:
+    report = Report.from_stats({**STATS, "missed_tokens": {"new": 100, "evicted": 400, "in_flight": 0}})
+    assert "400 evicted, 100 new" in str(report)
+    assert report.to_dict()["missed_tokens"] == {"new": 100, "evicted": 400, "in_flight": 0}
+
+
+def test_a_report_is_plain_types_a_table_and_html_for_notebooks() -> None:
+    namespaces = {"<b>": STATS["namespaces"][""], "tenant-b": STATS["namespaces"]["tenant-b"]}
+    report = Report.from_stats({**STATS, "missed_tokens": {"namespace": 500}, "namespaces": namespaces})
+    assert json.loads(json.dumps(report.to_dict()))["hit_tokens"] == 1500
+    assert report.rows()[1] == {
+        "namespace": "tenant-b", "requests": 6, "prompt_tokens": 1200, "hit_tokens": 800, "hit_rate": pytest.approx(2 / 3),
+    }  # fmt: skip
+    html = report._repr_html_()
+    assert "75.0 %" in html
+    assert "another namespace has it" in html
+    assert "<b>" not in html
+
+
+def test_the_page_of_a_server_has_what_its_counters_say(server: HTTPServer, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", f"http://127.0.0.1:{server.server_port}", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "1,500 of 2,000 prompt tokens of 10 requests" in text
+    assert "<h2>By namespace" in text

@@ -77,6 +77,9 @@ def test_a_request_log_is_known_by_its_first_line_and_put_in_the_order_of_arriva
         ({**LOG, "block_size": 0}, ["block_size", "at least 1", "0"]),
         ({**LOG, "block_size": 8}, ["block_size", "must be 16", "8"]),
         ({**LOG, "namespace": None}, ["namespace", "str", "null"]),
+        ({**LOG, "version": 2}, ["version", "2"]),
+        ({**LOG, "token_ids": [1]}, ["token_ids", "prompt_tokens=40", "got 1"]),
+        ({**LOG, "cached_tokens": 30, "missed": {"new": 11}}, ["missed", "30 cached and 11 missed", "prompt_tokens=40"]),
     ],
 )
 def test_a_bad_line_of_a_request_log_is_refused_with_file_line_number_and_field(

@@ -107,6 +107,7 @@ class CachingEngine:
             "preemptions": self.scheduler.num_preemptions,
             "block_size": self.cache.block_size,
             "prefix_caching": True,
+            "kv_bytes_per_token": 1024,
             "dtype": "float32",
             "evicted_blocks": cache.evicted_blocks,
             "blocks_total": cache.blocks_total,

@@ -136,6 +136,7 @@ class EchoEngine:
             "dtype": "float32",
             "block_size": 16,
             "prefix_caching": True,
+            "kv_bytes_per_token": 1024,
             "max_model_len": 2048,
             "running": len(self._running),
             "waiting": 0,

@@ -134,7 +134,7 @@ def test_what_is_wrong_in_the_environment_is_told_naming_the_variable(
 
 def test_no_option_takes_an_api_key_itself(launched: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     keys = [option for option in OPTIONS if "key" in option.name]
-    assert {option.name for option in keys} == {"--api-keys", "--zmq-server-key", "--zmq-client-keys"}
+    assert {option.name for option in keys} == {"--api-keys", "--zmq-server-key", "--zmq-client-keys", "--request-log-key"}
     assert all(option.hint == Path | None for option in keys)
     assert main(["serve", "--api-key", "a-key-of-some-length"]) == 2
     assert not launched
