@@ -94,7 +94,7 @@ def serve(
     worker that is busy and says nothing for ``hang_timeout`` seconds is replaced.  ``api_keys`` is a file for :class:`ApiKeys`, the
     two after it are what :class:`CurveServer` loads, the three after those the frontend's.  ``log_format`` is how the log on
     standard error looks, the workers' as well.  ``request_log`` is where :class:`RequestLog` writes, ``request_log_key`` a file for
-    its :class:`BlockHashes`, ``log_tokens`` has it write prompts' tokens, too.  Raises ``ValueError`` or ``OSError`` with a text for
+    its :class:`BlockHashes`, ``log_tokens`` has it write prompts' tokens.  Raises ``ValueError`` or ``OSError`` with a text for
     users where it can't start, ``OSError`` also where worker after worker fails.
     """
     logs.set_up(log_format)
