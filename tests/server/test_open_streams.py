@@ -125,7 +125,8 @@ def test_a_reader_that_takes_nothing_holds_no_block_once_its_answer_is_done(echo
 def test_a_zeromq_client_that_leaves_too_much_unread_is_dropped_and_its_requests_with_it(echoing: Any) -> None:
     def aborted() -> float:
         lines = httpx.get(f"{echoing.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if 'request_success_total{finished_reason="abort"}' in line)
+        ended = [line for line in lines if line.startswith("vllm:request_success_total{") and 'finished_reason="abort"' in line]
+        return float(ended[0].split()[-1])
 
     before = aborted()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
