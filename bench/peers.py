@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
+import aiohttp
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     except (CycloptsError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    except (httpx.HTTPError, OSError) as error:
+    except (aiohttp.ClientError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return code

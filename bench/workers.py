@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
+import aiohttp
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
@@ -32,7 +32,8 @@ async def measure(url: str, name: str, concurrency: int, progress: Progress) -> 
         done = await run_workload(client, body, WORKLOADS[name](), concurrency, progress)
         if error := next((sample.error for sample in done.samples if sample.error), None):
             raise OSError(error)
-        report = (await client.get("report")).raise_for_status().json()
+        async with client.get("report", raise_for_status=True) as answer:
+            report = await answer.json()
     each = report.get("workers", [report])
     return done.figures() | {"requests": [worker["requests"] for worker in each]}
 
@@ -82,4 +83,4 @@ def workers(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for bad input, or where a server or a request failed; 130 after Ctrl-C."""
-    return run(app, argv, (ValueError, OSError, httpx.HTTPError))
+    return run(app, argv, (ValueError, OSError, aiohttp.ClientError))
