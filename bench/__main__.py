@@ -15,6 +15,7 @@ BENCHES = {
     "memory": "KV waste, sequences that fit, table bytes and speed: blocks of 1 to 128 against contiguous reservation",
     "order": "hit tokens of each queue policy as a share of the optimum, when a burst exceeds the cache",
     "peers": "the serving workloads against radixkv and another server in turn",
+    "pictures": "no benchmark: the README's pictures of the live page and of the capacity curve",
     "reporting": "what the request log, the live page and the attribution of misses take of a server's throughput",
     "tree-attention": "what a longer shared prefix costs a decode step, read once or by each sequence",
     "workers": "the hit rate of several workers beside one's",
