@@ -140,6 +140,12 @@ async def _complete(client: aiohttp.ClientSession, body: dict[str, Any], sample:
         sample.end = time.perf_counter() - began
 
 
+async def ask(client: aiohttp.ClientSession, method: str, path: str, **arguments: Any) -> bytes:
+    """The body of an answer.  Raises ``aiohttp.ClientError`` where there is none, or it is of an error."""
+    async with client.request(method, path, raise_for_status=True, **arguments) as response:
+        return await response.read()
+
+
 @contextlib.asynccontextmanager
 async def connect(url: str, timeout: float = 600.0) -> AsyncIterator[tuple[aiohttp.ClientSession, dict[str, Any]]]:
     """A client of the server at ``url``, and what all greedy requests to it have in common.
@@ -149,8 +155,8 @@ async def connect(url: str, timeout: float = 600.0) -> AsyncIterator[tuple[aioht
     timeouts = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=timeout)
     base = url.rstrip("/").removesuffix("/v1") + "/"
     async with aiohttp.ClientSession(base, timeout=timeouts, connector=aiohttp.TCPConnector(limit=0)) as client:
-        async with client.get("v1/models", raise_for_status=True) as models:
-            body = {"model": (await models.json(content_type=None))["data"][0]["id"], "temperature": 0, "ignore_eos": True}
+        models = json.loads(await ask(client, "GET", "v1/models"))
+        body = {"model": models["data"][0]["id"], "temperature": 0, "ignore_eos": True}
         async with client.post("v1/completions", json={**body, "prompt": "Hello", "max_tokens": 1}) as probe:
             if probe.status in (400, 422):
                 del body["ignore_eos"]
@@ -169,8 +175,7 @@ async def _bench(
                     await run_workload(client, body, workload, concurrency, progress)
                 for _ in range(repeat):
                     if cold:
-                        async with client.post("reset_prefix_cache", raise_for_status=True):
-                            pass
+                        await ask(client, "POST", "reset_prefix_cache")
                     runs.append(await run_workload(client, body, workload, concurrency, progress))
     return {"url": url, "model": body["model"], "runs": runs}
 

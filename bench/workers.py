@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from bench.command_line import run
 from bench.local import RADIXKV, server
-from bench.serving import STDERR, connect, run_workload
+from bench.serving import STDERR, ask, connect, run_workload
 from bench.workloads import WORKLOADS
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -32,8 +32,7 @@ async def measure(url: str, name: str, concurrency: int, progress: Progress) -> 
         done = await run_workload(client, body, WORKLOADS[name](), concurrency, progress)
         if error := next((sample.error for sample in done.samples if sample.error), None):
             raise OSError(error)
-        async with client.get("report", raise_for_status=True) as answer:
-            report = await answer.json()
+        report = jsonlib.loads(await ask(client, "GET", "report"))
     each = report.get("workers", [report])
     return done.figures() | {"requests": [worker["requests"] for worker in each]}
 

@@ -47,16 +47,18 @@ def agent() -> Workload:
 
     The history holds scripted replies, not the server's own, so that every server is sent the same prompts.
     """
-    lanes = []
-    for index in range(8):
-        rng = random.Random(100 + index)
-        history = f"{AGENT_SYSTEM}\n\nUser: {_task(rng, NAMES[index])}\n"
-        prompts = []
-        for step in range(5):
-            prompts.append(f"{history}Assistant:")
-            history += f"Assistant: {_agent_step(rng, step)}\n"
-        lanes.append(tuple(prompts))
-    return Workload("agent", tuple(lanes), max_tokens=48)
+    return Workload("agent", tuple(map(agent_turns, range(8))), max_tokens=48)
+
+
+def agent_turns(index: int) -> tuple[str, ...]:
+    """The prompts of one agent, of which there are as many as names."""
+    rng = random.Random(100 + index)
+    history = f"{AGENT_SYSTEM}\n\nUser: {_task(rng, NAMES[index])}\n"
+    prompts = []
+    for step in range(5):
+        prompts.append(f"{history}Assistant:")
+        history += f"Assistant: {_agent_step(rng, step)}\n"
+    return tuple(prompts)
 
 
 def unique() -> Workload:

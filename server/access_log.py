@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from radixkv.server import logs
-from radixkv.server.frontend import Generation
+from radixkv.server.generation import Generation
 from radixkv.server.metrics import Metrics
 
 log = logging.getLogger("radixkv.access")

@@ -20,7 +20,8 @@ from radixkv.server import access_log
 from radixkv.server.access import ANYONE, ApiKeys, Caller, is_loopback
 from radixkv.server.dashboard import dashboard_routes
 from radixkv.server.errors import Forbidden, ServerError, Unauthorized, Unavailable, renaming
-from radixkv.server.frontend import Frontend, Generation
+from radixkv.server.frontend import Frontend
+from radixkv.server.generation import Generation
 from radixkv.server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from radixkv.server.messages import Delta
 from radixkv.server.openai.chat import ChatWriter

@@ -6,14 +6,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
-from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.fair_shares import FairShares
 from radixkv.scheduling.policy import queue_policy
 from radixkv.scheduling.request import Request, RequestOutput
@@ -41,22 +38,8 @@ class CachingEngine:
         )
         self._generated_tokens = 0
 
-    def add(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        *,
-        namespace: str = "",
-        output_token_ids: Sequence[int] = (),
-        retention: Retention | None = None,
-    ) -> None:
-        self.scheduler.add(
-            Request(
-                request_id, token_ids, params, output_token_ids=output_token_ids, namespace=namespace, retention=retention,
-                arrival_time=time.monotonic(),
-            )
-        )  # fmt: skip
+    def add(self, *what: Any, **how: Any) -> None:
+        self.scheduler.add(Request(*what, **how, arrival_time=time.monotonic()))
 
     def abort(self, request_id: str) -> bool:
         request = self.scheduler.find(request_id)

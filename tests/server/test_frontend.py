@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from radixkv.sampling_params import SamplingParams
 from radixkv.scheduling.request import RequestOutput
 from radixkv.server.errors import ServerError
-from radixkv.server.frontend import Frontend, Generation
+from radixkv.server.frontend import Frontend
+from radixkv.server.generation import Generation
 from radixkv.server.messages import Generate
 from radixkv.server.worker_client import Sink
 
