@@ -74,7 +74,7 @@ def commands(folder: Path, flags: Sequence[str]) -> dict[str, list[str]]:
 
 @contextlib.asynccontextmanager
 async def watching(client: aiohttp.ClientSession) -> AsyncIterator[None]:
-    """Ask what the live page asks, as often, until the block ends.  Then raises ``aiohttp.ClientError`` where an answer was none."""
+    """Ask what the live page asks, as often, until the block ends, which raises ``aiohttp.ClientError`` if an answer was none."""
 
     async def again(path: str, every: float) -> None:
         while True:

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from bench import reporting, unattributed
 from bench.local import RADIXKV, server
@@ -84,32 +87,35 @@ def test_a_log_that_stayed_empty_is_an_error(monkeypatch: pytest.MonkeyPatch, ca
     assert "log.jsonl is empty" in capsys.readouterr().err
 
 
-def watch(handler: Any, seconds: float) -> None:
-    async def work() -> None:
+def watch(statuses: dict[str, int], seconds: float) -> Counter[str]:
+    """What is asked, in so many seconds, of a server that answers paths with these statuses, others with 200."""
+    asked: Counter[str] = Counter()
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        asked[request.path] += 1
+        return web.Response(status=statuses.get(request.path, 200))
+
+    async def run() -> None:
         async with (
-            httpx.AsyncClient(base_url="http://server/", transport=httpx.MockTransport(handler)) as client,
+            RawTestServer(answer) as server,
+            aiohttp.ClientSession(server.make_url("/")) as client,
             reporting.watching(client),
         ):
             await asyncio.sleep(seconds)
 
-    asyncio.run(work())
+    asyncio.run(run())
+    return asked
 
 
 def test_watching_asks_what_the_page_asks_until_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Counter[str] = Counter()
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        asked[request.url.path] += 1
-        return httpx.Response(200, json={})
-
     monkeypatch.setattr(reporting, "ASKED", {path: every / 1000 for path, every in reporting.ASKED.items()})
-    watch(handler, 0.1)
+    asked = watch({}, 0.2)
     assert asked["/dashboard/data"] > asked["/snapshot"] > 1
 
 
 def test_an_answer_that_the_page_could_not_use_fails_the_pass() -> None:
-    with pytest.raises(httpx.HTTPStatusError, match="404"):
-        watch(lambda request: httpx.Response(404 if request.url.path == "/snapshot" else 200), 0.05)
+    with pytest.raises(aiohttp.ClientResponseError, match="404"):
+        watch({"/snapshot": 404}, 0.2)
 
 
 def test_what_is_asked_for_is_what_the_page_asks_for() -> None:
