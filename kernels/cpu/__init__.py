@@ -133,6 +133,22 @@ def logits(x: Tensor, packed: PackedLinear | tuple[Tensor, Tensor | None]) -> Te
     return _product(library().radixkv_wide_linear, x, packed, packed.num_outputs, torch.float32)
 
 
+def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of float32 ``[T, N]`` where its highest value is, the first of equals, int64 ``[T]``, and that value, ``[T]``.
+
+    NaN is taken for the highest of all.
+    """
+    if not is_native(torch.float32) or not logits.is_contiguous():  # numpy uses SIMD: a twentieth of torch's time
+        at = torch.from_numpy(logits.numpy().argmax(-1))
+        return at, logits.gather(1, at.unsqueeze(1)).squeeze(1)
+    if logits.dtype is not torch.float32 or not logits.shape[1]:
+        raise TypeError(f"highest takes float32 rows that are not empty, got {logits.dtype} {tuple(logits.shape)}")
+    rows, columns = logits.shape
+    at, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    library().radixkv_highest(logits.data_ptr(), rows, columns, at.data_ptr(), values.data_ptr(), num_threads())
+    return at, values
+
+
 def gated_linear(x: Tensor, packed: PackedLinear) -> Tensor:
     """``silu_mul(linear(x, packed))`` in one pass and to the bit, for a number of outputs that is a multiple of 32."""
     if packed.num_outputs % (2 * _TILE):

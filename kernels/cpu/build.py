@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = (
     "decoder.c", "linear.c", "linear_tiles.c", "attention.c", "attention_tiles.c", "attention_plan.c", "matrix_tiles.c",
-    "elementwise.c", "kv.c", "parallel.c",
+    "elementwise.c", "highest.c", "kv.c", "parallel.c",
 )  # fmt: skip
 # Contraction off: the code says where multiply-adds are fused, so that a row has the same bits in every instance of a loop.
 FLAGS = (
@@ -41,6 +41,7 @@ _SIGNATURES = {
     "radixkv_decoder_layers": [_POINTER, _LONG] + [_POINTER] * 5 + [_INT],
     "radixkv_wide_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 3,
     "radixkv_gated_linear": [_POINTER, _LONG] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 3,
+    "radixkv_highest": [_POINTER] + [_LONG] * 2 + [_POINTER] * 2 + [_INT],
     "radixkv_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT] + [_INT] * 2,
     "radixkv_silu_mul": [_POINTER] * 2 + [_LONG] * 2 + [_INT] * 2,
     "radixkv_rope": [_POINTER, _LONG] * 2 + [_POINTER] * 2 + [_LONG] * 4 + [_INT] * 2,

@@ -103,3 +103,35 @@ def test_layouts_the_kernels_cannot_read_are_refused() -> None:
         cpu.add_rms_norm(torch.zeros(2, 8), torch.zeros(8, 2).T, torch.ones(8), 1e-5)
     with pytest.raises(ValueError, match=r"weight is torch\.float32"):
         cpu.rms_norm(torch.zeros(2, 8, dtype=torch.bfloat16), torch.ones(8), 1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 15, 64, 1023, 1024, 5000, 49152])
+@pytest.mark.parametrize("rows", [1, 2, 17])
+def test_highest_finds_the_first_of_equals_as_numpy_does(rows: int, columns: int) -> None:
+    x = randn(rows, columns, dtype=torch.bfloat16).float()  # so short that many are equal
+    x[:, ::7] = -torch.inf
+    x[0] = x[0].clamp(max=-0.0) if rows > 1 else 0.0
+    x[-1, columns // 2] = -0.0
+    at, values = cpu.highest(x)
+    assert at.tolist() == x.numpy().argmax(-1).tolist()
+    assert values.tolist() == x.amax(-1).tolist()
+
+
+def test_highest_tells_nan_infinity_and_rows_of_nothing_apart() -> None:
+    x = randn(5, 3000, dtype=torch.float32)
+    x[0, [2900, 1500, 1501]] = torch.nan
+    x[1, 40], x[1, 2999] = torch.inf, torch.nan
+    x[2] = -torch.inf
+    x[3, 2050] = torch.inf
+    at, values = cpu.highest(x)
+    assert at[:4].tolist() == x[:4].numpy().argmax(-1).tolist() == [1500, 2999, 0, 2050]
+    assert values.isnan().tolist() == [True, True, False, False, False]
+    assert values[2:4].tolist() == [-torch.inf, torch.inf]
+
+
+def test_highest_takes_float32_rows_and_strided_ones() -> None:
+    x = randn(4, 300, dtype=torch.float32)
+    assert cpu.highest(x[:, ::3])[0].tolist() == x[:, ::3].argmax(-1).tolist()
+    if cpu.is_native(torch.float32):
+        with pytest.raises(TypeError, match="float32"):
+            cpu.highest(x.bfloat16())
