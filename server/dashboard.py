@@ -117,7 +117,7 @@ def _number(given: Any) -> int:
     return number
 
 
-def _check_host(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+async def _check_host(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
     """Without keys, a browser on this machine may look, but not for the page of another host whose name now points here."""
     assert connection.state.caller is ANYONE
     host = connection.headers.get("host", "")

@@ -175,8 +175,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
             reset_prefix_cache,
             *dashboard_routes(frontend, has_keys=keys is not None),
         ],
-        before_request=_check_encoding,
-        guards=[_check_head, _Guard(keys)],
+        guards=[_Guard(keys)],
         exception_handlers={ServerError: _on_server_error, HTTPException: _on_http_error, Exception: _on_bug},
         request_max_body_size=MAX_BODY_BYTES,
         openapi_config=None,
@@ -283,13 +282,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _check_encoding(request: Request[Any, Any, Any]) -> None:
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise HTTPException(status_code=415, detail=f"content-encoding must be identity, got {encoding}: send it uncompressed")
-
-
-def _check_head(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+def _check_head(connection: ASGIConnection[Any, Any, Any, Any]) -> None:
     headers = [name + value for name, value in connection.scope["headers"]]
     if len(headers) > MAX_HEADERS:
         raise HTTPException(status_code=431, detail=f"headers must be at most {MAX_HEADERS}, got {len(headers)}")
@@ -299,15 +292,23 @@ def _check_head(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHand
         raise HTTPException(
             status_code=431, detail=f"headers must be at most {MAX_HEAD_BYTES} bytes with the request line, got {size}"
         )
+    encoding = connection.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise HTTPException(status_code=415, detail=f"content-encoding must be identity, got {encoding}: send it uncompressed")
 
 
 class _Guard:
-    """Asks who is there before a route is run, so before a body is read, and keeps the answer as ``request.state.caller``."""
+    """Looks at a request's head before a route is run, so before a body is read, and keeps who asks as ``request.state.caller``.
+
+    A coroutine, like everything that Litestar calls for each request: it runs plain functions in threads, and those wait for the
+    interpreter while the event loop is busy.
+    """
 
     def __init__(self, keys: ApiKeys | None) -> None:
         self._keys = keys
 
-    def __call__(self, connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    async def __call__(self, connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+        _check_head(connection)
         if handler.opt.get("open_to_all"):
             return
         connection.state.caller = caller = ANYONE if self._keys is None else self._known(self._keys, connection)
