@@ -32,14 +32,18 @@ class CachingEngine:
         while Path(tempfile.gettempdir(), "hold").exists():  # lets a test say when it starts
             time.sleep(0.01)
         self.config = config
-        self.cache = PrefixCache(config.num_blocks, config.block_size, attribution=True)
+        self.cache = PrefixCache(
+            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching, attribution=True
+        )
         self.scheduler = Scheduler(
             self.cache,
             FairShares(lambda: queue_policy(config.policy, config.aging_tokens_per_second), quantum=config.max_batch_tokens),
             max_batch_tokens=config.max_batch_tokens,
             max_num_seqs=config.max_num_seqs,
         )
-        self._generated_tokens = 0
+        self._generated_tokens = self._prefill_tokens = 0
+        self._prefill_seconds = 0.0
+        self._started = time.monotonic()
 
     def add(
         self,
@@ -71,6 +75,8 @@ class CachingEngine:
     def step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule()
         time.sleep(STEP_SECONDS + TOKEN_SECONDS * batch.num_tokens)
+        self._prefill_tokens += batch.num_prompt_tokens
+        self._prefill_seconds += TOKEN_SECONDS * batch.num_prompt_tokens
         outputs = []
         for request in [sequence.request for sequence in batch.sequences if sequence.samples]:
             is_first = not request.num_output_tokens
@@ -103,10 +109,14 @@ class CachingEngine:
             "requests": cache.total.requests,
             "prompt_tokens": cache.total.prompt_tokens,
             "cached_tokens": cache.total.cached_tokens,
+            "missed_tokens": cache.total.missed,
+            "prefill_tokens_computed": self._prefill_tokens,
+            "prefill_seconds": self._prefill_seconds,
+            "uptime_s": time.monotonic() - self._started,
             "generated_tokens": self._generated_tokens,
             "preemptions": self.scheduler.num_preemptions,
             "block_size": self.cache.block_size,
-            "prefix_caching": True,
+            "prefix_caching": self.config.enable_prefix_caching,
             "kv_bytes_per_token": 1024,
             "dtype": "float32",
             "evicted_blocks": cache.evicted_blocks,
@@ -114,7 +124,10 @@ class CachingEngine:
             "blocks_free": cache.blocks_free,
             "blocks_cached": cache.blocks_cached,
             "blocks_locked": cache.blocks_locked,
-            "namespaces": {name: {"requests": counts.requests} for name, counts in cache.namespaces.items()},
+            "namespaces": {
+                name: {"requests": c.requests, "prompt_tokens": c.prompt_tokens, "cached_tokens": c.cached_tokens}
+                for name, c in cache.namespaces.items()
+            },
         }
 
     def reset_cache(self) -> None:
