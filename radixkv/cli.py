@@ -252,9 +252,9 @@ def report(
 ) -> None:
     """Say where the hits come from and where they went: of a running server, of a request log, or of a trace.
 
-    Of a server these are its counters so far. Of a request log or a trace: how much prefill the cache saved, which prefixes earn
-    it, where the misses went and why, what to do about them with the arithmetic of it, by namespace, over time, and at other sizes
-    of the cache.
+    How much prefill the cache saved, which prefixes earn it, where the misses went and why, what to do about them with the
+    arithmetic of it, by namespace, over time, and at other sizes of the cache. Totals of a server are all it has counted; what
+    needs prompts is of its newest requests, as many as it remembers, and says so.
 
     Parameters
     ----------

@@ -61,6 +61,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
             )
 
         most, knee = curve.enough_blocks, curve.capacity_for(KNEE_SHARE)
+        marked = {knee, most, today_blocks or 0} if most else set()
         spread = np.geomspace(1, most, _POINTS).round().astype(int).tolist() if most > _POINTS else range(1, most + 1)
         return cls(
             requests=curve.requests,
@@ -71,7 +72,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
             kv=kv,
             reachable=at(most),
             knee=at(knee) if most else None,
-            rows=[at(c) for c in sorted({*_round_numbers(most)[-_ROUND_ROWS:], knee, most, most and today_blocks or 0} - {0})],
+            rows=[at(c) for c in sorted({*_round_numbers(most)[-_ROUND_ROWS:], *marked} - {0})],
             points=[at(c) for c in sorted({*spread, *_round_numbers(most)})],
             seconds=curve.seconds,
             today=None if today_blocks is None else at(today_blocks),

@@ -106,9 +106,7 @@ def places(report: WorkloadReport) -> list[Table]:
         if row.reason == "last_token":
             continue
         what = [row.ours or "", row.theirs or ""] if texts else []
-        rows.append(
-            [row.reason, row.position, row.requests, row.tokens, _name(row.namespace), _short(row.request_id), *what]
-        )
+        rows.append([row.reason, row.position, row.requests, row.tokens, _name(row.namespace), _short(row.request_id), *what])
     headings = ["reason", "at token", "requests", "tokens missed", "namespace", "for example"]
     caption = "Worst places: requests that share what is before a position and miss from there on"
     return [Table(caption, headings + (["here", "an earlier prompt"] if texts else []), rows)] if rows else []

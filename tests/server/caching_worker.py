@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from radixkv.cache import PrefixCache
+from radixkv.cache import Lease, PrefixCache
 from radixkv.cache.retention import Retention
 from radixkv.config import EngineConfig
 from radixkv.sampling_params import SamplingParams
@@ -23,10 +23,14 @@ from radixkv.server.worker import main
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.002"))
 TOKEN_SECONDS = float(os.environ.get("TOKEN_SECONDS", "0.00002"))
 MAX_MODEL_LEN = 16384
+IN_FLIGHT = 11
 
 
 class CachingEngine:
-    """What ``Engine`` does, but for the model: output token ``i`` is prompt token ``i mod length``."""
+    """What ``Engine`` does, but for the model: output token ``i`` is prompt token ``i mod length``.
+
+    A prompt that begins with :data:`IN_FLIGHT` is being computed already when it comes, by a sequence that nobody hears of.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         while Path(tempfile.gettempdir(), "hold").exists():  # lets a test say when it starts
@@ -44,6 +48,7 @@ class CachingEngine:
         self._generated_tokens = self._prefill_tokens = 0
         self._prefill_seconds = 0.0
         self._started = time.monotonic()
+        self._unheard: dict[str, Lease] = {}
 
     def add(
         self,
@@ -55,6 +60,10 @@ class CachingEngine:
         output_token_ids: Sequence[int] = (),
         retention: Retention | None = None,
     ) -> None:
+        if token_ids[0] == IN_FLIGHT:
+            lease = self.cache.acquire(token_ids, namespace=namespace, resumed=True)  # which is not counted
+            assert lease is not None
+            self._unheard[request_id] = lease
         self.scheduler.add(
             Request(
                 request_id, token_ids, params, output_token_ids=output_token_ids, namespace=namespace, retention=retention,
@@ -85,6 +94,8 @@ class CachingEngine:
             self._generated_tokens += 1
             if finish_reason:
                 self.scheduler.remove(request)
+                if lease := self._unheard.pop(request.request_id, None):
+                    self.cache.release(lease)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
