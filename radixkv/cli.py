@@ -126,7 +126,8 @@ def serve(
     request_timeout
         Seconds after which a request is ended with an error. Unlimited if not given.
     show_prompts
-        Let the live page at `/` show the beginnings of cached prompts, to whoever may see the metrics. Lengths only if not given.
+        Let the live page at `/` and `radixkv report` show parts of prompts, to whoever may see the metrics. Lengths only if not
+        given.
     log_format
         How the log on standard error looks: lines of text, or one JSON object a line. Neither ever holds a prompt.
     request_log

@@ -15,6 +15,7 @@ import pytest
 from radixkv.cli import main
 
 CACHING = [sys.executable, "-P", str(Path(__file__).parent / "caching_worker.py")]
+REAL = [sys.executable, "-P", "-m", "radixkv.server.worker"]
 IN_FLIGHT = 11
 KEY = "operator-0123456789abcdef"
 TENANT = "tenant-0123456789abcdef"
@@ -179,3 +180,31 @@ def test_moving_a_time_as_advised_saves_what_was_promised(start_server: Any, cap
     assert measured["after"]["hit_tokens"] - measured["before"]["hit_tokens"] == advice["tokens_saved"] > 9 * 300
     assert advice["details"]["tokens_a_request"] == advice["tokens_saved"] / 10
     assert f"saves {advice['tokens_saved'] / 10:,.0f} tokens a request" in advice["text"]
+
+
+@pytest.mark.full
+def test_over_the_real_model_text_that_is_moved_as_advised_saves_about_what_was_promised(
+    start_server: Any, default_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model": "smollm2-135m", "kv_cache_tokens": 8192}
+    server = start_server(worker_command=REAL, show_prompts=True, config=config).wait_ready()
+    rules = (
+        "You help the staff of a small library. Answer in one sentence. Ask back where a question is not clear. Books may be kept "
+        "for four weeks, films for one. Readers under twelve need a parent's card. The library is open from nine to five.\n"
+    )
+    times = [f"The time is {8 + i}:{10 + 7 * i % 50}.\n" for i in range(8)]
+    questions = [f"May I renew book {i}?" for i in range(8)]
+    for time, question in zip(times, questions, strict=True):
+        complete(server.url, f"System.\n{time}{rules}{question}", "before")
+    advice = reported(server.url, capsys)["recent"]["advice"][0]
+    assert advice["kind"] == "move_span"
+    assert "8:10" in advice["theirs"]
+    assert "15:59" in advice["ours"]
+    assert "You help the staff" in advice["below"]
+    for time, question in zip(times, questions, strict=True):
+        complete(server.url, f"System.\n{rules}{time}{question}", "after")
+    measured = reported(server.url, capsys)["namespaces"]
+    saved = measured["after"]["hit_tokens"] - measured["before"]["hit_tokens"]
+    # The text before the time's digits went along, and texts are cut into tokens otherwise where they meet.
+    assert abs(saved - advice["tokens_saved"]) <= 8 * len(times)
+    assert saved > 30 * len(times)
