@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from radixkv.cache.stats import Recorder
 from radixkv.server.timeline import Timeline
 
 SECONDS = 300
@@ -88,6 +89,7 @@ class Activity:
         """Tokens since the start."""
         self.missed: Counter[str] = Counter()
         """Prompt tokens since the start that were computed, by reason."""
+        self.namespaces = Recorder()
         self.timeline = Timeline()
 
     def _now(self) -> Second:
@@ -115,6 +117,7 @@ class Activity:
         self.totals["prompt_tokens"] += len(prompt)
         self.totals["cached_tokens"] += cached_tokens
         self.missed.update(missed)
+        self.namespaces.record(namespace, len(prompt), cached_tokens, None)
         self.timeline.add(self._clock() - self._started, len(prompt), cached_tokens, missed)
         parted = None if parting is None else Parted(*parting)
         request = RecentRequest(id, namespace, time.time(), array("i", prompt), cached_tokens, dict(missed), seconds, parted)

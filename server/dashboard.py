@@ -21,7 +21,7 @@ from radixkv.server.access import ANYONE, is_loopback
 from radixkv.server.activity import public
 from radixkv.server.errors import Forbidden, InvalidRequest
 from radixkv.server.frontend import Frontend
-from radixkv.server.recent import Recent
+from radixkv.server.recent import Recent, since_start
 
 REQUESTS = 100
 """Listed on the page, the newest ones."""
@@ -86,7 +86,14 @@ def dashboard_routes(frontend: Frontend, *, has_keys: bool) -> list[Any]:
     @get("/report/recent", opt={"administration": True}, guards=guards)
     async def report() -> Response[bytes]:
         """What ``radixkv report URL`` asks for beside the counters of ``/report``."""
-        return _json({"over_time": frontend.activity.timeline.parts(), "recent": await recent.report(await frontend.stats())})
+        stats = await frontend.stats()
+        return _json(
+            {
+                "since_start": since_start(frontend.activity, stats) | {"uptime_s": time.time() - frontend.started},
+                "over_time": frontend.activity.timeline.parts(),
+                "recent": await recent.report(stats),
+            }
+        )
 
     @get("/snapshot", opt={"administration": True}, guards=guards)
     async def snapshot(request: Request[Any, Any, Any]) -> Response[bytes]:

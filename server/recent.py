@@ -13,7 +13,7 @@ from radixkv.report.logged_request import LoggedRequest
 from radixkv.report.other_namespaces import with_other_namespaces
 from radixkv.report.tokens_text import Show, Tokens, printable
 from radixkv.report.workload import WorkloadReport
-from radixkv.server.activity import RecentRequest
+from radixkv.server.activity import Activity, RecentRequest
 from radixkv.server.frontend import Frontend
 
 ADVISED = 100
@@ -63,6 +63,26 @@ class Recent:
 
     def _text(self, tokens: Tokens) -> str:
         return f"“{printable(self._frontend.prompt_text([int(id) for id in tokens]))}”"
+
+
+def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``/metrics`` counts, under the names of ``Engine.stats()``, whose counters are those of workers that may be young."""
+    missed = dict(activity.missed)
+    elsewhere = stats.get("missed_tokens", {}).get("namespace", 0)
+    for reason in ("new", "diverged"):  # a request's own reasons don't tell of other namespaces, and the workers' do
+        moved = min(elsewhere, max(0, missed.get(reason, 0) - stats["missed_tokens"][reason])) if elsewhere else 0
+        if moved:
+            missed[reason] -= moved
+            missed["namespace"] = missed.get("namespace", 0) + moved
+            elsewhere -= moved
+    return activity.totals | {
+        "requests": activity.num_requests,
+        "missed_tokens": missed,
+        "namespaces": {
+            name: {"requests": counts.requests, "prompt_tokens": counts.prompt_tokens, "cached_tokens": counts.cached_tokens}
+            for name, counts in activity.namespaces.namespaces().items()
+        },
+    }
 
 
 def _report(requests: Sequence[RecentRequest], stats: Mapping[str, Any], model: str, show: Show | None) -> WorkloadReport:

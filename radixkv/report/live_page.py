@@ -52,7 +52,7 @@ def _labelled(tables: Sequence[Table], recent: WorkloadReport) -> list[Table]:
 def _what_is_recent(report: Report, recent: WorkloadReport) -> str:
     saving = recent.saving
     return (
-        f"Totals are since the engine started, {report.uptime_s:,.0f} s ago. The server remembers its newest requests' prompts "
+        f"Totals are since the start, {report.uptime_s:,.0f} s ago. The server remembers its newest requests' prompts "
         f"only: {_those(recent)} have {saving.prompt_tokens:,} prompt tokens, of which {saving.cached_tokens:,} were cached "
         f"({percent(saving.hit_rate)})."
     )

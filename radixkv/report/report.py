@@ -200,6 +200,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class _Recent(msgspec.Struct, frozen=True):
     """What ``GET /report/recent`` says."""
 
+    since_start: dict[str, Any] = {}
+    """Of the engine's counters those that the server keeps itself, which go on when a worker is replaced."""
     over_time: list[Part] = []
     recent: WorkloadReport | None = None
 
@@ -218,8 +220,10 @@ def fetch_report(url: str) -> Report:
         raise ValueError(f"URL must begin with http:// or https://, got {url!r}")
     address = url.rstrip("/").removesuffix("/v1") + "/report"
     try:
-        report = Report.from_stats(msgspec.json.decode(_get(address)))
+        stats = msgspec.json.decode(_get(address), type=dict[str, Any])
+        Report.from_stats(stats)  # something else that answers there is told by this, before it is asked for more
         recent = msgspec.json.decode(_get(f"{address}/recent"), type=_Recent)
+        report = Report.from_stats(stats | recent.since_start)
     except (msgspec.DecodeError, ValueError) as error:
         raise ValueError(f"{address} is no radixkv server of this version: {error}") from None
     return msgspec.structs.replace(report, over_time=recent.over_time, recent=recent.recent)
