@@ -126,7 +126,8 @@ def serve(
     request_timeout
         Seconds after which a request is ended with an error. Unlimited if not given.
     show_prompts
-        Let the live page at `/` show the beginnings of cached prompts, to whoever may see the metrics. Lengths only if not given.
+        Let the live page at `/` and `radixkv report` show parts of prompts, to whoever may see the metrics. Lengths only if not
+        given.
     log_format
         How the log on standard error looks: lines of text, or one JSON object a line. Neither ever holds a prompt.
     request_log
@@ -252,9 +253,9 @@ def report(
 ) -> None:
     """Say where the hits come from and where they went: of a running server, of a request log, or of a trace.
 
-    Of a server these are its counters so far. Of a request log or a trace: how much prefill the cache saved, which prefixes earn
-    it, where the misses went and why, what to do about them with the arithmetic of it, by namespace, over time, and at other sizes
-    of the cache.
+    How much prefill the cache saved, which prefixes earn it, where the misses went and why, what to do about them with the
+    arithmetic of it, by namespace, over time, and at other sizes of the cache. Totals of a server are all it has counted; what
+    needs prompts is of its newest requests, as many as it remembers, and says so.
 
     Parameters
     ----------

@@ -7,20 +7,21 @@ workers know (queues, blocks) is there for the seconds in which somebody looked.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from radixkv.cache.stats import Recorder
+from radixkv.server.timeline import Timeline
 
 SECONDS = 300
 """How far back the series go."""
-REQUESTS = 100
+REQUESTS = 2000
 """Sequences remembered, the newest ones."""
-MAX_TAIL = 4096
-"""Tokens kept of a prompt from where it left what was cached, to find what of them comes again in others."""
+PROMPT_TOKENS = 4 * 2**20
+"""Of those sequences' prompts: where they are long, fewer sequences are remembered.  4 bytes each."""
 GAUGES = ("running", "waiting", "blocks_free", "blocks_cached", "blocks_locked")
 
 
@@ -46,8 +47,6 @@ class Parted:
     position: int
     ours: list[int]
     theirs: list[int]
-    tail: NDArray[np.int32]
-    """The prompt's tokens from there on, up to 4,096."""
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class RecentRequest:
     namespace: str
     time: float
     """Of its first token, in seconds since the epoch."""
-    prompt_tokens: int
+    prompt: array[int]
     cached_tokens: int
     missed: dict[str, int]
     first_token_seconds: float
@@ -67,19 +66,31 @@ class RecentRequest:
     finish_reason: str | None = None
     """None while it runs, ``abort`` or ``error`` where it did not come to its end."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
 
 class Activity:
-    """Sums since the start and by second, and the newest sequences.  All methods belong to one event loop; all are O(1)."""
+    """Sums since the start and by second, and the newest sequences.  All methods belong to one event loop.
+
+    All are O(1), but for :meth:`began`, which copies the prompt, and :meth:`series`.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seconds: deque[Second] = deque(maxlen=SECONDS)
-        self.requests: deque[RecentRequest] = deque(maxlen=REQUESTS)
+        self._started = clock()
+        self.requests: deque[RecentRequest] = deque()
+        """The newest, as many as may be remembered, the oldest first."""
+        self._remembered_tokens = 0
         self.num_requests = 0
         self.totals: Counter[str] = Counter(prompt_tokens=0, cached_tokens=0, generated_tokens=0)
         """Tokens since the start."""
         self.missed: Counter[str] = Counter()
         """Prompt tokens since the start that were computed, by reason."""
+        self.namespaces = Recorder()
+        self.timeline = Timeline()
 
     def _now(self) -> Second:
         at = int(self._clock())
@@ -106,13 +117,15 @@ class Activity:
         self.totals["prompt_tokens"] += len(prompt)
         self.totals["cached_tokens"] += cached_tokens
         self.missed.update(missed)
-        parted = None
-        if parting is not None:
-            position, ours, theirs = parting
-            parted = Parted(position, ours, theirs, np.array(prompt[position : position + MAX_TAIL], dtype=np.int32))
-        request = RecentRequest(id, namespace, time.time(), len(prompt), cached_tokens, dict(missed), seconds, parted)
-        self.requests.append(request)
+        self.namespaces.record(namespace, len(prompt), cached_tokens, None)
+        self.timeline.add(self._clock() - self._started, len(prompt), cached_tokens, missed)
+        parted = None if parting is None else Parted(*parting)
+        request = RecentRequest(id, namespace, time.time(), array("i", prompt), cached_tokens, dict(missed), seconds, parted)
         self.num_requests += 1
+        self.requests.append(request)
+        self._remembered_tokens += len(prompt)
+        while len(self.requests) > REQUESTS or self._remembered_tokens > PROMPT_TOKENS:
+            self._remembered_tokens -= self.requests.popleft().prompt_tokens
         return request
 
     def generated(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The live page at ``/``, and the data behind it, which only administrators get."""
+"""The live page at ``/``, the data behind it, and the report on recent requests, which only administrators get."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,10 +19,14 @@ from litestar.params import FromPath
 from radixkv.cache import Snapshot
 from radixkv.server.access import ANYONE, is_loopback
 from radixkv.server.activity import public
-from radixkv.server.advice import Advice, advise
 from radixkv.server.errors import Forbidden, InvalidRequest
 from radixkv.server.frontend import Frontend
+from radixkv.server.recent import Recent, since_start
 
+REQUESTS = 100
+"""Listed on the page, the newest ones."""
+LEAST_SHARE = 0.01
+"""Of the prompt tokens, what advice must gain to be worth a word on the page."""
 MAX_NODES = 2000
 DEFAULT_NODES = 500
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -40,6 +45,7 @@ def dashboard_routes(frontend: Frontend, *, has_keys: bool) -> list[Any]:
     """The page's files, which tell nothing, are for all; what they show is not."""
     pages = {file.name: file.read_bytes() for file in (files("radixkv.server") / "web").iterdir() if file.is_file()}
     guards = [] if has_keys else [_check_host]
+    recent = Recent(frontend)
 
     def shown() -> Callable[[Sequence[int]], str] | None:
         """What turns tokens into text, where that may be seen."""
@@ -72,18 +78,22 @@ def dashboard_routes(frontend: Frontend, *, has_keys: bool) -> list[Any]:
                 "now": {name: stats[name] for name in ("running", "waiting", "blocks_total", "blocks_free", "blocks_cached",
                                                        "blocks_locked", "block_size", "evicted_blocks")},
                 "series": activity.series(),
-                "requests": [public(request, shown()) for request in reversed(activity.requests)],
-                "advice": [_advice(each) for each in advise(activity.requests, stats)],
+                "requests": [public(request, shown()) for request in islice(reversed(activity.requests), REQUESTS)],
+                "advice": [advice for advice in await recent.advice(stats) if advice.share >= LEAST_SHARE],
             }
         )  # fmt: skip
 
-    def _advice(advice: Advice) -> dict[str, Any]:
-        fields = asdict(advice)
-        for name in ("ours", "theirs"):
-            ids = fields.pop(name)
-            if ids is not None and (show := shown()) is not None:
-                fields[name] = show(ids)
-        return fields
+    @get("/report/recent", opt={"administration": True}, guards=guards)
+    async def report() -> Response[bytes]:
+        """What ``radixkv report URL`` asks for beside the counters of ``/report``."""
+        stats = await frontend.stats()
+        return _json(
+            {
+                "since_start": since_start(frontend.activity, stats) | {"uptime_s": time.time() - frontend.started},
+                "over_time": frontend.activity.timeline.parts(),
+                "recent": await recent.report(stats),
+            }
+        )
 
     @get("/snapshot", opt={"administration": True}, guards=guards)
     async def snapshot(request: Request[Any, Any, Any]) -> Response[bytes]:
@@ -104,7 +114,7 @@ def dashboard_routes(frontend: Frontend, *, has_keys: bool) -> list[Any]:
                 node["text"] = show(ids)
         return fields
 
-    return [index, web, data, snapshot]
+    return [index, web, data, report, snapshot]
 
 
 def _number(given: Any) -> int:

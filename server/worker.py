@@ -43,6 +43,7 @@ from radixkv.server.messages import (
     id_of,
 )
 from radixkv.server.prefix_hashes import CacheNews, PrefixHashes
+from radixkv.server.use_times import UseTimes
 
 if TYPE_CHECKING:
     from radixkv.engine import Engine
@@ -61,6 +62,7 @@ class Worker:
         self._socket = socket
         self._parse: Parser[ToWorker] = Parser(ToWorker)
         self._news: CacheNews | None = None
+        self._use_times = UseTimes()
 
     def run(self) -> None:
         """Serve until the parent closes standard input, by intent or by dying."""
@@ -79,6 +81,7 @@ class Worker:
             outputs = self._engine.step() if busy else []
             joined, left = (b"", b"") if self._news is None else self._news.take()
             now = time.monotonic()
+            self._use_times.note(self._engine.cache.num_ended, now, idle=not self._engine.has_unfinished)
             if outputs or joined or left or (busy and now - sent > BEAT_SECONDS):
                 self._send(Tokens(outputs=outputs, joined=joined, left=left))
                 sent = now
@@ -118,7 +121,9 @@ class Worker:
             case GetStats():
                 self._send(Stats(id=message.id, stats=engine.stats()))
             case GetSnapshot():
-                self._send(TreeSnapshot(id=message.id, snapshot=engine.cache.snapshot(message.max_nodes)))
+                snapshot = engine.cache.snapshot(message.max_nodes)
+                self._use_times.fill(snapshot, engine.cache.num_ended, time.monotonic())
+                self._send(TreeSnapshot(id=message.id, snapshot=snapshot))
             case ResetCache():
                 engine.reset_cache()
                 self._send(Done(id=message.id))

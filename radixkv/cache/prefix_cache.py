@@ -412,6 +412,11 @@ class PrefixCache:
             namespaces=self._recorder.namespaces(),
         )
 
+    @property
+    def num_ended(self) -> int:
+        """Sequences that have ended so far, in which the ages of a snapshot are counted."""
+        return self.tree.tick
+
     def snapshot(self, max_nodes: int = 500) -> Snapshot:
         """The radix tree to be drawn: its ``max_nodes`` largest nodes, and the others added up where they hang.
 

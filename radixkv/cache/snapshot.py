@@ -51,6 +51,8 @@ class SnapshotNode:
     namespace: str
     first_tokens: list[int]
     """Up to 24 of a segment's tokens."""
+    idle_seconds: float | None = None
+    """The same as ``age`` in seconds, about.  For whoever knows when sequences ended: the cache does not look at a clock then."""
 
 
 @dataclass(frozen=True, slots=True)

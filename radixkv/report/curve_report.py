@@ -43,7 +43,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
     knee: CurvePoint | None
     """The smallest that reaches 80 % of those hits; None where nothing is ever hit."""
     rows: list[CurvePoint]
-    """Round capacities, the knee and the reachable: for a table.  None where nothing is ever hit."""
+    """Round capacities, the knee, the reachable and today's: for a table.  None where nothing is ever hit."""
     points: list[CurvePoint]
     """A few hundred capacities at most, evenly spread on a logarithmic scale: for a picture."""
     seconds: float
@@ -61,6 +61,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
             )
 
         most, knee = curve.enough_blocks, curve.capacity_for(KNEE_SHARE)
+        marked = {knee, most, today_blocks or 0} if most else set()
         spread = np.geomspace(1, most, _POINTS).round().astype(int).tolist() if most > _POINTS else range(1, most + 1)
         return cls(
             requests=curve.requests,
@@ -71,7 +72,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
             kv=kv,
             reachable=at(most),
             knee=at(knee) if most else None,
-            rows=[at(c) for c in sorted({*_round_numbers(most)[-_ROUND_ROWS:], knee, most} - {0})],
+            rows=[at(c) for c in sorted({*_round_numbers(most)[-_ROUND_ROWS:], *marked} - {0})],
             points=[at(c) for c in sorted({*spread, *_round_numbers(most)})],
             seconds=curve.seconds,
             today=None if today_blocks is None else at(today_blocks),
@@ -119,13 +120,14 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def cells(self, row: CurvePoint) -> list[str]:
         """A row of the table under :meth:`headings`.  Only for a curve that has hits."""
+        notes = [name for name, point in (("knee", self.knee), ("all", self.reachable), ("today", self.today)) if row == point]
         return [
             f"{row.capacity_blocks:,}",
             self.size(row.capacity_blocks).removesuffix(" tokens"),
             percent(row.hit_rate_blocks, 2),
             percent(row.hit_rate_blocks / self.reachable.hit_rate_blocks),
             percent(row.hit_rate_tokens, 2),
-            "knee" if row == self.knee else "all" if row == self.reachable else "",
+            ", ".join(notes),
         ]
 
     def __rich__(self) -> RenderableType:

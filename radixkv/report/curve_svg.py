@@ -106,13 +106,14 @@ class _Picture:
         knee_x, knee_y = self._x(max(knee.capacity_blocks, least)), self._y(knee.hit_rate_blocks)
         for row in report.rows:
             x, y = self._x(max(row.capacity_blocks, least)), self._y(row.hit_rate_blocks)
-            if row.capacity_blocks >= least and abs(x - knee_x) > _DOTS_APART:
+            if row.capacity_blocks >= least and row != report.today and abs(x - knee_x) > _DOTS_APART:
                 tip = f"{row.capacity_blocks:,} blocks ({report.size(row.capacity_blocks)}): {percent(row.hit_rate_blocks, 2)}"
                 yield f'<circle class="row" cx="{x}" cy="{y}" r="3.5"><title>{escape(tip)}</title></circle>'
         if report.today is not None:
             x = self._x(min(max(report.today.capacity_blocks, least), self.scales.most))
             yield f'<line class="today" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_BOTTOM}"/>'
-            label = f"today: {report.today.capacity_blocks:,} blocks"
+            beyond = " →" if report.today.capacity_blocks > self.scales.most else ""
+            label = f"today: {report.today.capacity_blocks:,} blocks{beyond}"
             room = x + 8 + _LETTER_WIDTH * len(label) < _RIGHT
             yield _text(x + (8 if room else -8), _BOTTOM - 12, label, "today-text", "start" if room else "end")
         yield f'<line class="guide" x1="{knee_x}" x2="{knee_x}" y1="{knee_y}" y2="{_BOTTOM}"/>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -41,7 +42,7 @@ class LoggedRequest(msgspec.Struct, kw_only=True, gc=False):
     """Lines lost just before this one, because they could not be written fast enough."""
     block_hashes: list[int | str]
     """One for each whole block of the prompt; equal where the block, all before it and the namespace are equal."""
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     """The prompt, where the operator has asked for it."""
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from radixkv.report.logged_request import LoggedRequest
 from radixkv.report.prefix_paths import PrefixPaths
 from radixkv.report.trace import as_trace
 
-ORDER = ("logprobs", "in_flight", "evicted", "partial_block", "diverged", "new", "last_token")
+ORDER = ("logprobs", "in_flight", "evicted", "partial_block", "namespace", "diverged", "new", "last_token")
 """Along a prompt, behind what was cached."""
 UNEXPLAINED = "unexplained"
 """Missed by nobody knows why: a server without a prefix cache."""

@@ -15,8 +15,10 @@ Tokens = NDArray[np.int32]
 
 LONGEST_SPAN = 64
 """Tokens in which prompts may differ before they are alike again."""
-LEAST_RUN = 32
+LEAST_RUN = 16
 """Tokens in which they must be alike behind it."""
+LEAST_PROMPTS = 3
+"""That must have a span before it is worth a word: two may differ anywhere by chance."""
 _REFERENCES = 16
 """Prompts of a namespace that a later one is compared with."""
 
@@ -30,7 +32,7 @@ class MovableSpan:
     lengths: dict[int, int]
     """Of the span, by the prompt's index; prompts that happen to have it in common are among them."""
     differing: int
-    """Index of a prompt that has the span otherwise than the first."""
+    """Index of the newest prompt that has the span otherwise than the first."""
 
     def moved(self, index: int, tokens: Tokens) -> Tokens:
         """The prompt with the span behind the run."""
@@ -118,4 +120,4 @@ def _span(family: _Family) -> MovableSpan | None:
     lengths = {family.index: end - start}
     lengths |= {index: end - start + ours - theirs for index, _, ours, theirs, _ in inside}
     lengths |= {index: end - start for index, shared, *_ in (*family.members, *family.longer) if shared >= end + run}
-    return MovableSpan(start, run, lengths, inside[0][0])
+    return MovableSpan(start, run, lengths, inside[-1][0]) if len(lengths) >= LEAST_PROMPTS else None

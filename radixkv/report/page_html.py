@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from html import escape
 
-from radixkv.report.curve_html import PAGE_STYLE
-from radixkv.report.curve_svg import COLOURS, STYLE, svg_element
+from radixkv.report.curve_svg import svg_element
+from radixkv.report.html_document import html_document
 from radixkv.report.page import Cell, Page, Section, Table, cell_text
 
 _LONG = 40
 """Characters from which on a cell breaks into lines."""
 
-_STYLE = """
-body { max-width: 76rem; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { margin: .4rem 0; }
-td:last-child { text-align: right; }
-td.words, th.words { text-align: left; }
-td.long { white-space: normal; min-width: 12rem; overflow-wrap: anywhere; font-size: .85em; }
-td { vertical-align: top; }
-table { margin: .6rem 0 1rem; }
-td.share { min-width: 7rem; background: linear-gradient(var(--curve), var(--curve)) left bottom / var(--part) 3px no-repeat; }
-.advice { margin: .8rem 0; padding-left: .8rem; border-left: 3px solid var(--knee); overflow-wrap: anywhere; }
-.advice p:first-child { font-weight: 600; }
-"""
-
 
 def html_page(page: Page) -> str:
-    title = escape(page.title)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{COLOURS}{STYLE}{PAGE_STYLE}{_STYLE}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="summary">{escape(page.summary)}</p>
-{"".join(map(_section, page.sections))}</body>
-</html>
-"""
+    return html_document(page.title, page.summary, "".join(map(_section, page.sections)))
 
 
 def html_fragment(page: Page) -> str:

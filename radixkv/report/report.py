@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from radixkv.report.savings import Part
+from radixkv.report.workload import WorkloadReport
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+TIMEOUT = 60.0
+"""Seconds; of thousands of long prompts a server computes its report for some."""
 MAX_ROWS = 20
 """Namespaces shown as text, those with the most prompt tokens; JSON has all that the engine tells apart."""
 
@@ -88,6 +93,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     namespaces: dict[str, NamespaceReport]
     missed_tokens: dict[str, int] = {}
     """The other prompt tokens by reason."""
+    over_time: list[Part] = []
+    """Of a server since its start; the spans are named by when they begin."""
+    recent: WorkloadReport | None = None
+    """Of a server, the report on the newest requests, as many as it remembers."""
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> Report:
@@ -134,6 +143,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return html_fragment(live_page(self))
 
     def __rich__(self) -> RenderableType:
+        if self.recent is not None:
+            from radixkv.report.live_page import live_page
+            from radixkv.report.page_text import rich_page
+
+            return rich_page(live_page(self))
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Column, Table
@@ -183,8 +197,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def fetch_report(url: str, *, timeout: float = 10.0) -> Report:
-    """Ask the server at ``url`` (its base, as in ``http://127.0.0.1:8000``) for its counters.
+class _Recent(msgspec.Struct, frozen=True):
+    """What ``GET /report/recent`` says."""
+
+    since_start: dict[str, Any] = {}
+    """Of the engine's counters those that the server keeps itself, which go on when a worker is replaced."""
+    over_time: list[Part] = []
+    recent: WorkloadReport | None = None
+
+
+def fetch_report(url: str) -> Report:
+    """Ask the server at ``url`` (its base, as in ``http://127.0.0.1:8000``) for its counters and its recent requests.
 
     Raises
     ------
@@ -196,22 +219,40 @@ def fetch_report(url: str, *, timeout: float = 10.0) -> Report:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"URL must begin with http:// or https://, got {url!r}")
     address = url.rstrip("/").removesuffix("/v1") + "/report"
-    request = urllib.request.Request(address)  # noqa: S310 (scheme checked above)
+    try:
+        stats = msgspec.json.decode(_get(address), type=dict[str, Any])
+        Report.from_stats(stats)  # something else that answers there is told by this, before it is asked for more
+        recent = msgspec.json.decode(_get(f"{address}/recent"), type=_Recent)
+        report = Report.from_stats(stats | recent.since_start)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ValueError(f"{address} is no radixkv server of this version: {error}") from None
+    return msgspec.structs.replace(report, over_time=recent.over_time, recent=recent.recent)
+
+
+def _get(address: str) -> bytes:
+    request = urllib.request.Request(address)  # noqa: S310 (scheme checked by the caller)
     if keys := os.environ.get("RADIXKV_API_KEY", "").split():
         request.add_unredirected_header("Authorization", f"Bearer {keys[0]}")
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:  # noqa: S310 (scheme checked above)
-            body = response.read()
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310 (scheme checked by the caller)
+            body: bytes = response.read()
+            return body
     except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
+        if error.code == 401:
             raise ConnectionError(f"{address} wants an API key without a namespace: set RADIXKV_API_KEY") from None
+        if error.code == 403:
+            raise ConnectionError(f"{address} refuses: {_message(error)}") from None
         raise ConnectionError(f"{address} answers {error.code} {error.reason}: is it a radixkv server?") from None
     except OSError as error:  # URLError and time-outs too
         raise ConnectionError(f"no server answers at {address}: {getattr(error, 'reason', error)}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """What a radixkv server says in an error, or else the status."""
     try:
-        return Report.from_stats(msgspec.json.decode(body))
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ValueError(f"{address} is no radixkv server: {error}") from None
+        return str(msgspec.json.decode(error.read())["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return error.reason
 
 
 def _by_size(missed: Mapping[str, int]) -> str:

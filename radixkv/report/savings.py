@@ -128,7 +128,7 @@ def over_time(began: Sequence[LoggedRequest]) -> list[Part]:
     groups: dict[int, list[LoggedRequest]] = {}
     for line in began:
         groups.setdefault(int((line.time - first) // span), []).append(line)
-    return [Part.of(_clock(number * span), lines) for number, lines in sorted(groups.items())]
+    return [Part.of(clock(number * span), lines) for number, lines in sorted(groups.items())]
 
 
 def _round_up(seconds: float) -> float:
@@ -136,6 +136,7 @@ def _round_up(seconds: float) -> float:
     return next((float(step) for step in steps if step > seconds), 86400.0 * (1 + seconds // 86400))
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """3661 as 1:01:01."""
     minutes, left = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{left:02}"

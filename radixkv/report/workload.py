@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from radixkv.cache.tokens import common_prefix
-from radixkv.report.advice import Advice, capacity_advice, token_advice
+from radixkv.cache.tokens import Tokens, common_prefix
+from radixkv.report.advice import Advice, advise
 from radixkv.report.curve_report import CurveReport
 from radixkv.report.kv_size import KVSize
 from radixkv.report.logged_request import LoggedRequest
-from radixkv.report.miss_places import MissReasonPlaces, miss_places
+from radixkv.report.miss_places import MissPlace, MissReasonPlaces, miss_places
 from radixkv.report.savings import Part, Saving, by_namespace, over_time
 from radixkv.report.shared_prefixes import SharedPrefix, shared_prefixes
 from radixkv.report.simulation import as_logged
@@ -85,13 +85,15 @@ class WorkloadReport(msgspec.Struct, frozen=True, kw_only=True):
         *,
         capacity_blocks: int | None = None,
         kv: KVSize | None = None,
-        show: Show = as_ids,
+        show: Show | None = as_ids,
         progress: Progress | None = None,
     ) -> WorkloadReport:
         """Read a workload of :func:`~radixkv.report.trace.read_records`.
 
         ``capacity_blocks`` is today's size of the cache where the log doesn't say it, ``kv`` the size of K/V likewise, ``show``
-        turns a log's tokens into text.  Raises ``ValueError`` where there are no requests.
+        turns tokens into text; with None none are shown, but advice is computed from them all the same.
+
+        Raises ``ValueError`` where there are no requests.
         """
         lines, simulated = _as_lines(records, capacity_blocks, progress)
         began = [line for line in lines if line.cached_tokens is not None]
@@ -103,6 +105,8 @@ class WorkloadReport(msgspec.Struct, frozen=True, kw_only=True):
             kv = KVSize(model=last.model, dtype="the server's type", bytes_per_token=last.kv_bytes_per_token)
         curve = hit_curve([as_trace(line) for line in began])
         misses = miss_places(began, MOST_PLACES)
+        prompts = [_tokens(line) for line in began]
+        texts = _Texts(began, prompts, show)
         return cls(
             source=source,
             simulated=simulated,
@@ -114,13 +118,10 @@ class WorkloadReport(msgspec.Struct, frozen=True, kw_only=True):
             capacity_blocks=capacity,
             kv_bytes_per_token=None if kv is None else kv.bytes_per_token,
             saving=Saving.of(began),
-            prefixes=[_prefix_row(prefix, began, show) for prefix in shared_prefixes(began, MOST_PREFIXES)],
+            prefixes=[texts.prefix(prefix) for prefix in shared_prefixes(began, MOST_PREFIXES)],
             misses=misses,
-            places=_place_rows(misses, began, show),
-            advice=[
-                *token_advice(began, capacity, show),
-                *capacity_advice(curve, capacity, None if kv is None else kv.bytes_per_token),
-            ],
+            places=[texts.place(miss.reason, place) for miss in misses for place in miss.places],
+            advice=advise(began, prompts, curve, capacity, None if kv is None else kv.bytes_per_token, show),
             namespaces=by_namespace(began),
             over_time=over_time(began),
             curve=CurveReport.from_curve(curve, kv, today_blocks=capacity),
@@ -175,51 +176,52 @@ def _as_lines(
     return sorted(logged, key=lambda line: line.time), False
 
 
-def _tokens(line: LoggedRequest) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-    return None if line.token_ids is msgspec.UNSET else np.array(line.token_ids, np.int32)
+def _tokens(line: LoggedRequest) -> Tokens | None:
+    if line.token_ids is msgspec.UNSET:
+        return None
+    tokens = np.asarray(line.token_ids, np.int32)
+    tokens.flags.writeable = False
+    return tokens
 
 
-def _prefix_row(prefix: SharedPrefix, began: list[LoggedRequest], show: Show) -> PrefixRow:
-    line = began[prefix.example]
-    tokens = _tokens(line)
-    text = None if tokens is None else shortened(tokens[prefix.start : prefix.end], show)
-    return PrefixRow(prefix=prefix, request_id=line.request_id, text=text)
+class _Texts:
+    """Rows of the report with the prompts' words in them, where these are known and may be seen."""
 
+    def __init__(self, began: Sequence[LoggedRequest], prompts: Sequence[Tokens | None], show: Show | None) -> None:
+        self._began = began
+        self._prompts = prompts if show is not None else [None] * len(prompts)
+        self._show = show or as_ids
 
-def _place_rows(misses: list[MissReasonPlaces], began: list[LoggedRequest], show: Show) -> list[PlaceRow]:
-    rows = []
-    for miss in misses:
-        for place in miss.places:
-            line = began[place.example]
-            tokens, at = _tokens(line), place.position
-            theirs = None
-            if tokens is not None and miss.reason == "diverged":
-                earlier = _nearest(tokens, [other for other in began[: place.example] if other.namespace == line.namespace])
-                if earlier is not None:
-                    theirs = show(earlier[max(at - _AROUND, 0) : at + _AROUND])
-            rows.append(
-                PlaceRow(
-                    reason=miss.reason,
-                    namespace=place.namespace,
-                    position=at,
-                    requests=place.requests,
-                    tokens=place.tokens,
-                    request_id=line.request_id,
-                    ours=None if tokens is None else show(tokens[max(at - _AROUND, 0) : at + _AROUND]),
-                    theirs=theirs,
-                )
-            )
-    return rows
+    def prefix(self, prefix: SharedPrefix) -> PrefixRow:
+        tokens = self._prompts[prefix.example]
+        text = None if tokens is None else shortened(tokens[prefix.start : prefix.end], self._show)
+        return PrefixRow(prefix=prefix, request_id=self._began[prefix.example].request_id, text=text)
 
+    def place(self, reason: str, place: MissPlace) -> PlaceRow:
+        tokens, theirs = self._prompts[place.example], None
+        if tokens is not None and reason == "diverged":
+            theirs = self._nearest(tokens, place.example)
+        return PlaceRow(
+            reason=reason,
+            namespace=place.namespace,
+            position=place.position,
+            requests=place.requests,
+            tokens=place.tokens,
+            request_id=self._began[place.example].request_id,
+            ours=self._around(tokens, place.position),
+            theirs=self._around(theirs, place.position),
+        )
 
-def _nearest(tokens: np.ndarray[Any, np.dtype[np.int32]], earlier: list[LoggedRequest]) -> np.ndarray[Any, Any] | None:
-    """The tokens of the prompt among ``earlier`` that has most in common and then goes on otherwise."""
-    best, longest = None, 0
-    for line in earlier:
-        other = _tokens(line)
-        if other is None or (longest and not np.array_equal(other[:longest], tokens[:longest])):
-            continue
-        shared = common_prefix(other, tokens)
-        if longest < shared < min(len(other), len(tokens)):
-            best, longest = other, shared
-    return best
+    def _around(self, tokens: Tokens | None, position: int) -> str | None:
+        return None if tokens is None else self._show(tokens[max(position - _AROUND, 0) : position + _AROUND])
+
+    def _nearest(self, tokens: Tokens, index: int) -> Tokens | None:
+        """The prompt of the namespace before that at ``index`` that has most in common with it and then goes on otherwise."""
+        best, longest = None, 0
+        for line, other in zip(self._began[:index], self._prompts[:index], strict=True):
+            if other is None or line.namespace != self._began[index].namespace:
+                continue
+            shared = common_prefix(other, tokens)
+            if longest < shared < min(len(other), len(tokens)):
+                best, longest = other, shared
+        return best

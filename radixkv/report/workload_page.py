@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from radixkv.report.advice import Advice
 from radixkv.report.curve_report import percent
 from radixkv.report.page import Cell, Page, Section, Table
 from radixkv.report.reasons import MEANING
 from radixkv.report.savings import Part, Waits
 from radixkv.report.tokens_text import printable
 from radixkv.report.workload import WorkloadReport
+
+_ID_LENGTH = 12
 
 
 def workload_page(report: WorkloadReport) -> Page:
@@ -22,16 +25,12 @@ def workload_page(report: WorkloadReport) -> Page:
             f"{saving.prompt_tokens:,} prompt tokens of {saving.requests:,} requests."
         ),
         sections=[
-            Section("What the cache saved", [*_saved(report)], [*_waits(report)]),
-            Section("Which prefixes earn it", tables=[_prefixes(report)]),
-            Section("Where the misses went", tables=[_reasons(report), *_places(report)]),
-            Section(
-                "What to do",
-                [] if report.advice else ["Nothing that could be computed here gains 0.1 % of the prompt tokens."],
-                points=[(advice.text, advice.arithmetic) for advice in report.advice],
-            ),
-            Section("By namespace", tables=[_parts("Namespaces, the largest first", "namespace", report.namespaces)]),
-            Section("Over time", tables=[_parts("By arrival", "from (h:min:s)", report.over_time)]),
+            Section("What the cache saved", [*_saved(report)], waits(report)),
+            Section("Which prefixes earn it", tables=[prefixes(report)]),
+            Section("Where the misses went", tables=[_reasons(report), *places(report)]),
+            what_to_do(report),
+            Section("By namespace", tables=[parts("Namespaces, the largest first", "namespace", report.namespaces)]),
+            Section("Over time", tables=[parts("By arrival", "from (h:min:s)", report.over_time)]),
             Section("Hit rate over cache size", curve=report.curve),
         ],
     )
@@ -59,23 +58,23 @@ def _saved(report: WorkloadReport) -> Iterator[str]:
         yield f"{report.dropped:,} requests are missing from the log, which could not be written fast enough."
 
 
-def _waits(report: WorkloadReport) -> Iterator[Table]:
-    def row(name: str, waits: Waits) -> list[str | int]:
-        return [name, waits.requests, *(f"{1000 * seconds:,.1f}" for seconds in (waits.p50, waits.p90, waits.p99))]
+def waits(report: WorkloadReport) -> list[Table]:
+    def row(name: str, those: Waits) -> list[str | int]:
+        return [name, those.requests, *(f"{1000 * seconds:,.1f}" for seconds in (those.p50, those.p90, those.p99))]
 
     rows = [
-        row(name, waits)
-        for name, waits in (
+        row(name, those)
+        for name, those in (
             ("hit: half of the prompt or more was cached", report.saving.hit_waits),
             ("miss: less was", report.saving.miss_waits),
         )
-        if waits is not None
+        if those is not None
     ]
-    if rows:
-        yield Table("Time to first token in ms, percentiles", ["requests that", "requests", "50 %", "90 %", "99 %"], rows)
+    headings = ["requests that", "requests", "50 %", "90 %", "99 %"]
+    return [Table("Time to first token in ms, percentiles", headings, rows)] if rows else []
 
 
-def _prefixes(report: WorkloadReport) -> Table:
+def prefixes(report: WorkloadReport) -> Table:
     texts = any(row.text is not None for row in report.prefixes)
     rows: list[list[Cell]] = []
     for row in report.prefixes:
@@ -100,34 +99,45 @@ def _reasons(report: WorkloadReport) -> Table:
     )
 
 
-def _places(report: WorkloadReport) -> Iterator[Table]:
+def places(report: WorkloadReport) -> list[Table]:
     texts = any(row.ours is not None for row in report.places)
     rows: list[list[Cell]] = []
     for row in report.places:
         if row.reason == "last_token":
             continue
         what = [row.ours or "", row.theirs or ""] if texts else []
-        rows.append(
-            [row.reason, row.position, row.requests, row.tokens, _name(row.namespace), printable(row.request_id) or "-", *what]
-        )
-    if rows:
-        yield Table(
-            "Worst places: requests that share what is before a position and miss from there on",
-            [
-                "reason", "at token", "requests", "tokens missed", "namespace", "for example",
-                *(["here", "an earlier prompt"] if texts else []),
-            ],
-            rows,
-        )  # fmt: skip
+        rows.append([row.reason, row.position, row.requests, row.tokens, _name(row.namespace), _short(row.request_id), *what])
+    headings = ["reason", "at token", "requests", "tokens missed", "namespace", "for example"]
+    caption = "Worst places: requests that share what is before a position and miss from there on"
+    return [Table(caption, headings + (["here", "an earlier prompt"] if texts else []), rows)] if rows else []
 
 
-def _parts(caption: str, heading: str, parts: list[Part]) -> Table:
+def what_to_do(report: WorkloadReport) -> Section:
+    nothing = "Nothing that could be computed here gains 0.1 % of the prompt tokens."
+    return Section(
+        "What to do", [] if report.advice else [nothing], points=[(advice.text, _fine_print(advice)) for advice in report.advice]
+    )
+
+
+def _fine_print(advice: Advice) -> str:
+    if advice.ours is None:
+        return advice.arithmetic
+    return f"{advice.arithmetic} Earlier: {advice.theirs}. Later: {advice.ours}. It should come below {advice.below}."
+
+
+def parts(caption: str, heading: str, those: Sequence[Part]) -> Table:
     rows: list[list[Cell]] = []
-    for part in parts:
+    for part in those:
         most = max(part.missed.items(), key=lambda item: item[1], default=None)
         why = "" if most is None else f"{most[0]}: {most[1]:,}"
         rows.append([_name(part.name), part.requests, part.prompt_tokens, part.cached_tokens, part.hit_rate, why])
     return Table(caption, [heading, "requests", "prompt tokens", "cached", "hit rate", "most missed"], rows)
+
+
+def _short(request_id: str) -> str:
+    """Enough of it to find the request in a log; JSON has all."""
+    id = printable(request_id) or "-"
+    return id if len(id) <= _ID_LENGTH else f"{id[: _ID_LENGTH - 1]}…"
 
 
 def _name(namespace: str) -> str:

@@ -147,10 +147,10 @@ function showAdvice({ advice, requests, show_prompts: shown }) {
       html(
         "li",
         {},
-        html("h3", {}, each.title),
-        html("p", { class: "sub" }, each.detail),
-        each.ours === undefined ? null : comparison(each.ours, each.theirs),
-        each.position !== null && !shown
+        html("h3", {}, each.text),
+        html("p", { class: "sub" }, each.arithmetic),
+        each.ours === null ? null : comparison(each),
+        each.kind === "move_span" && !shown
           ? html("p", { class: "hint" }, "serve --show-prompts shows both texts here.")
           : null,
       ),
@@ -158,8 +158,8 @@ function showAdvice({ advice, requests, show_prompts: shown }) {
   );
 }
 
-// Both texts, what differs marked.
-function comparison(ours, theirs) {
+// Both texts, what differs marked, and what that should come below.
+function comparison({ ours, theirs, below }) {
   const shorter = Math.min(ours.length, theirs.length);
   let before = 0;
   while (before < shorter && ours[before] === theirs[before]) before++;
@@ -170,7 +170,7 @@ function comparison(ours, theirs) {
     const differs = html("mark", {}, oneLine(text.slice(before, end)));
     return [html("dt", {}, name), html("dd", {}, oneLine(text.slice(0, before)), differs, oneLine(text.slice(end)))];
   };
-  return html("dl", { class: "comparison" }, ...row("earlier", theirs), ...row("now", ours));
+  return html("dl", { class: "comparison" }, ...row("earlier", theirs), ...row("now", ours), html("dt", {}, "below"), html("dd", {}, oneLine(below)));
 }
 
 // --- requests

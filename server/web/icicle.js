@@ -1,20 +1,20 @@
 // The radix tree as an icicle: a row is a level, a box a segment, as wide as the blocks in and below it.
 
 import { byId, html, svg } from "./dom.js";
-import { count, oneLine, whole } from "./format.js";
+import { count, duration, oneLine, whole } from "./format.js";
 
 const ROW = 28;
 const MAX_ROWS = 20;
 const CHARACTER = 6.7;
 const STEPS = {
-  age: { bounds: [300, 100, 30, 10, 3], from: "long ago", to: "just used" },
+  idle_seconds: { bounds: [3600, 600, 120, 30, 5], from: "an hour ago", to: "just used" },
   uses: { bounds: [1, 3, 9, 29, 99], from: "once", to: "100 times" },
 };
 
 export class Icicle {
   constructor(element, onZoom) {
     this.element = element;
-    this.colour = "age";
+    this.colour = "idle_seconds";
     this.root = null;
     this.zoomed = null; // ids: what fills the width, and what the keyboard is at
     this.current = null;
@@ -138,7 +138,7 @@ export class Icicle {
     if (node.kind !== "segment") return "";
     if (value === null) return node.locked ? "heat5" : "heat0";
     const { bounds } = STEPS[this.colour];
-    const step = this.colour === "age" ? bounds.findIndex((bound) => value > bound) : bounds.findIndex((bound) => value <= bound);
+    const step = this.colour === "idle_seconds" ? bounds.findIndex((bound) => value > bound) : bounds.findIndex((bound) => value <= bound);
     return `heat${step < 0 ? 5 : step}`;
   }
 
@@ -240,7 +240,7 @@ function facts(node) {
   } else found.push(count(node.value, "block"));
   if (node.children.length) found.push(`${count(node.nodes_below, "segment")} with ${count(node.blocks_below, "block")} below`);
   if (node.uses) found.push(`used by ${count(node.uses, "request")}`);
-  if (typeof node.age === "number") found.push(node.age ? `last ${count(node.age, "request")} ago` : "by the last one");
+  if (typeof node.idle_seconds === "number") found.push(`last ${duration(node.idle_seconds)} ago`);
   if (node.locked) found.push("in use now");
   return found;
 }

@@ -22,6 +22,7 @@ STATS: dict[str, Any] = {
     "namespaces": {"": {"requests": 4, "prompt_tokens": 800, "cached_tokens": 700},
                    "tenant-b": {"requests": 6, "prompt_tokens": 1200, "cached_tokens": 800}},
 }  # fmt: skip
+RECENT: dict[str, Any] = {"over_time": [], "recent": None}
 
 
 def test_hit_rates_and_seconds_saved_follow_from_the_counters() -> None:
@@ -67,7 +68,12 @@ def test_statistics_with_a_missing_field_are_refused_by_its_name() -> None:
 def server() -> Iterator[HTTPServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            bodies = {"/report": json.dumps(STATS), "/other/report": "<html>", "/third/report": "{}"}
+            bodies = {
+                "/report": json.dumps(STATS),
+                "/report/recent": json.dumps(RECENT),
+                "/other/report": "<html>",
+                "/third/report": "{}",
+            }
             body = bodies.get(self.path)
             self.send_response(200 if body else 404)
             self.end_headers()

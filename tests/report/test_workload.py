@@ -16,6 +16,7 @@ from rich.console import Console
 from radixkv.cache import PrefixCache
 from radixkv.cli import main
 from radixkv.report.logged_request import LoggedRequest
+from radixkv.report.other_namespaces import with_other_namespaces
 from radixkv.report.page_html import html_page
 from radixkv.report.replay import replay
 from radixkv.report.simulation import cached_tokens
@@ -231,10 +232,11 @@ def test_moving_a_date_below_the_tools_saves_what_was_predicted() -> None:
     assert abs(first.tokens_saved - saved) <= 2 * 12
     assert first.tokens_saved > 11 * 390
     assert first.details["tokens_a_request"] == first.tokens_saved / 12
-    ours, theirs = ([int(i) for i in re.findall(r"\d+", str(first.details[side]))] for side in ("ours", "theirs"))
-    dates = [date[2:] for _, date, _, _ in dated_prompts(12)]
-    assert theirs == dates[0]
-    assert ours == dates[1]
+    prompts = dated_prompts(12)
+    for side, (_, date, tools, _) in ((first.theirs, prompts[0]), (first.ours, prompts[-1])):
+        assert side == f"[{' '.join(map(str, [*prompts[0][0][31:], *date, *tools[:8]]))}]"
+    assert first.below is not None
+    assert first.below.startswith(f"[{' '.join(map(str, prompts[0][2][:24]))}]")
 
 
 def test_moving_exactly_what_the_advice_names_saves_exactly_what_it_says() -> None:
@@ -244,6 +246,82 @@ def test_moving_exactly_what_the_advice_names_saves_exactly_what_it_says() -> No
         after.ask(start + date[:2] + tools + date[2:] + question)
     saved = sum((b.cached_tokens or 0) - (a.cached_tokens or 0) for a, b in zip(before.lines, after.lines, strict=True))
     assert before.report().advice[0].tokens_saved == saved
+
+
+def test_advice_without_texts_where_they_may_not_be_seen() -> None:
+    log = Log()
+    for start, date, tools, question in dated_prompts(12):
+        log.ask(start + date + tools + question)
+    shown, hidden = log.report(), log.report(show=None)
+    assert [(a.kind, a.text, a.tokens_saved) for a in hidden.advice] == [(a.kind, a.text, a.tokens_saved) for a in shown.advice]
+    assert hidden.advice[0].kind == "move_span"
+    assert all(a.ours is a.theirs is a.below is None for a in hidden.advice)
+    assert all(row.text is None for row in hidden.prefixes)
+    assert all(row.ours is row.theirs is None for row in hidden.places)
+    assert "[" not in "".join(a.text + a.arithmetic for a in hidden.advice)
+
+
+def test_twice_is_not_often_enough_to_move_a_span() -> None:
+    for times, kinds in ((2, []), (3, ["move_span"])):
+        log = Log()
+        for start, date, tools, question in dated_prompts(times):
+            log.ask(start + date + tools + question)
+        assert [a.kind for a in log.report().advice if a.kind == "move_span"] == kinds
+
+
+def test_advice_comes_in_the_order_of_what_it_saves() -> None:
+    log = mixed_log()
+    for start, date, tools, question in dated_prompts(12):
+        log.ask(start + date + tools + question)
+    shares = [a.share for a in log.report().advice]
+    assert len(shares) > 1
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_prompts_that_come_at_once_had_better_come_one_after_the_other() -> None:
+    together, apart, head = Log(), Log(), numbers(1, 128)
+    leases = [together.ask(head + numbers(10 + i, 8), leave_open=True) for i in range(3)]
+    assert all(leases)
+    for i in range(3):
+        apart.ask(head + numbers(10 + i, 8))
+    predicted = advice(together.report(), "in_flight")
+    saved = sum((b.cached_tokens or 0) - (a.cached_tokens or 0) for a, b in zip(together.lines, apart.lines, strict=True))
+    assert predicted.tokens_saved == saved == 2 * 128
+    assert f"{saved} of {3 * 136} prompt tokens" in predicted.arithmetic
+
+
+def test_evictions_that_the_requests_alone_would_not_cause_are_said_without_a_size() -> None:
+    log, prompt = Log(), numbers(1, 320)
+    log.ask(prompt)
+    log.lines[0].cached_tokens, log.lines[0].missed = 0, {"evicted": 319, "last_token": 1}
+    predicted = advice(log.report(), "capacity")
+    assert (predicted.tokens_saved, predicted.details) == (319, {})
+    assert "can't tell" in predicted.arithmetic
+
+
+def test_a_server_that_caches_nothing_is_told_what_caching_would_find() -> None:
+    log, prompt = Log(), numbers(1, 64)
+    for i in range(4):
+        log.ask([*prompt, i])
+        log.lines[-1].cached_tokens, log.lines[-1].missed = 0, {}
+    (predicted,) = log.report().advice
+    assert (predicted.kind, predicted.tokens_saved) == ("prefix_caching", 3 * 64)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_what_another_namespace_has_asked_before_gets_that_reason(parted: bool) -> None:
+    log, prompt = Log(), numbers(1, 160)
+    log.ask(prompt, namespace="a")
+    log.ask(prompt[:32] + numbers(2, 40) if parted else numbers(3, 16), namespace="b")
+    log.ask([*prompt, *numbers(4, 20)], namespace="b")
+    for line in log.lines:  # blocks numbered alike in all namespaces
+        line.block_hashes = [hash(tuple(line.token_ids[: end + SIZE])) for end in range(0, line.prompt_tokens - SIZE + 1, SIZE)]
+    *others, last = with_other_namespaces(log.lines)
+    assert [line.missed for line in others] == [{"new": 160}, {"namespace": 32, "new": 40} if parted else {"new": 16}]
+    cached = log.lines[-1].cached_tokens
+    assert cached == (32 if parted else 0)
+    assert last.missed == {"namespace": 160 - cached, "diverged" if parted else "new": 20}
+    assert log.lines[-1].missed == {"diverged" if parted else "new": 180 - cached}
 
 
 def test_no_span_is_advised_where_prompts_do_not_go_on_alike() -> None:

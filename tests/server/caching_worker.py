@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from radixkv.cache import PrefixCache
+from radixkv.cache import Lease, PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.scheduling.fair_shares import FairShares
 from radixkv.scheduling.policy import queue_policy
@@ -20,26 +20,39 @@ from radixkv.server.worker import main
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.002"))
 TOKEN_SECONDS = float(os.environ.get("TOKEN_SECONDS", "0.00002"))
 MAX_MODEL_LEN = 16384
+IN_FLIGHT = 11
 
 
 class CachingEngine:
-    """What ``Engine`` does, but for the model: output token ``i`` is prompt token ``i mod length``."""
+    """What ``Engine`` does, but for the model: output token ``i`` is prompt token ``i mod length``.
+
+    A prompt that begins with :data:`IN_FLIGHT` is being computed already when it comes, by a sequence that nobody hears of.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         while Path(tempfile.gettempdir(), "hold").exists():  # lets a test say when it starts
             time.sleep(0.01)
         self.config = config
-        self.cache = PrefixCache(config.num_blocks, config.block_size, attribution=True)
+        self.cache = PrefixCache(
+            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching, attribution=True
+        )
         self.scheduler = Scheduler(
             self.cache,
             FairShares(lambda: queue_policy(config.policy, config.aging_tokens_per_second), quantum=config.max_batch_tokens),
             max_batch_tokens=config.max_batch_tokens,
             max_num_seqs=config.max_num_seqs,
         )
-        self._generated_tokens = 0
+        self._generated_tokens = self._prefill_tokens = 0
+        self._prefill_seconds = 0.0
+        self._started = time.monotonic()
+        self._unheard: dict[str, Lease] = {}
 
-    def add(self, *what: Any, **how: Any) -> None:
-        self.scheduler.add(Request(*what, **how, arrival_time=time.monotonic()))
+    def add(self, request_id: str, token_ids: list[int], *what: Any, namespace: str = "", **how: Any) -> None:
+        if token_ids[0] == IN_FLIGHT:
+            lease = self.cache.acquire(token_ids, namespace=namespace, resumed=True)  # which is not counted
+            assert lease is not None
+            self._unheard[request_id] = lease
+        self.scheduler.add(Request(request_id, token_ids, *what, namespace=namespace, **how, arrival_time=time.monotonic()))
 
     def abort(self, request_id: str) -> bool:
         request = self.scheduler.find(request_id)
@@ -54,6 +67,8 @@ class CachingEngine:
     def step(self) -> list[RequestOutput]:
         batch = self.scheduler.schedule()
         time.sleep(STEP_SECONDS + TOKEN_SECONDS * batch.num_tokens)
+        self._prefill_tokens += batch.num_prompt_tokens
+        self._prefill_seconds += TOKEN_SECONDS * batch.num_prompt_tokens
         outputs = []
         for request in [sequence.request for sequence in batch.sequences if sequence.samples]:
             is_first = not request.num_output_tokens
@@ -62,6 +77,8 @@ class CachingEngine:
             self._generated_tokens += 1
             if finish_reason:
                 self.scheduler.remove(request)
+                if lease := self._unheard.pop(request.request_id, None):
+                    self.cache.release(lease)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
@@ -86,10 +103,14 @@ class CachingEngine:
             "requests": cache.total.requests,
             "prompt_tokens": cache.total.prompt_tokens,
             "cached_tokens": cache.total.cached_tokens,
+            "missed_tokens": cache.total.missed,
+            "prefill_tokens_computed": self._prefill_tokens,
+            "prefill_seconds": self._prefill_seconds,
+            "uptime_s": time.monotonic() - self._started,
             "generated_tokens": self._generated_tokens,
             "preemptions": self.scheduler.num_preemptions,
             "block_size": self.cache.block_size,
-            "prefix_caching": True,
+            "prefix_caching": self.config.enable_prefix_caching,
             "kv_bytes_per_token": 1024,
             "dtype": "float32",
             "evicted_blocks": cache.evicted_blocks,
@@ -97,7 +118,10 @@ class CachingEngine:
             "blocks_free": cache.blocks_free,
             "blocks_cached": cache.blocks_cached,
             "blocks_locked": cache.blocks_locked,
-            "namespaces": {name: {"requests": counts.requests} for name, counts in cache.namespaces.items()},
+            "namespaces": {
+                name: {"requests": c.requests, "prompt_tokens": c.prompt_tokens, "cached_tokens": c.cached_tokens}
+                for name, c in cache.namespaces.items()
+            },
         }
 
     def reset_cache(self) -> None:

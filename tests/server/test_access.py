@@ -131,7 +131,7 @@ def bearer(key: str) -> dict[str, str]:
 
 ROUTES = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
           ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
-          ("GET", "/metrics"), ("GET", "/report"), ("GET", "/dashboard/data"), ("GET", "/snapshot"),
+          ("GET", "/metrics"), ("GET", "/report"), ("GET", "/report/recent"), ("GET", "/dashboard/data"), ("GET", "/snapshot"),
           ("POST", "/reset_prefix_cache")]  # fmt: skip
 
 

@@ -10,11 +10,13 @@ import httpx
 import numpy as np
 import pytest
 
-from radixkv.server.activity import SECONDS, Activity, Parted, RecentRequest
-from radixkv.server.advice import Advice, advise
+from radixkv.cache import PrefixCache
+from radixkv.cache.snapshot import SnapshotNode
+from radixkv.server.activity import SECONDS, Activity
+from radixkv.server.timeline import SPANS, Timeline
+from radixkv.server.use_times import UseTimes
 
 CACHING = [sys.executable, "-P", str(Path(__file__).parent / "caching_worker.py")]
-STATS = {"prefix_caching": True, "block_size": 16, "blocks_total": 100}
 PRIVATE = "the vault opens at nine and closes at five, and nobody may know of it"
 
 
@@ -41,57 +43,71 @@ def test_series_have_a_value_for_each_second_and_none_for_what_nobody_asked():
     assert activity.totals == {"prompt_tokens": 100, "cached_tokens": 40, "generated_tokens": 4}
 
 
-# --- advice -------------------------------------------------------------------------------------------------------------------
+def test_the_newest_sequences_are_remembered_as_far_as_their_prompts_have_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("radixkv.server.activity.REQUESTS", 3)
+    monkeypatch.setattr("radixkv.server.activity.PROMPT_TOKENS", 100)
+    activity = Activity()
+
+    def remembered(length: int) -> list[int]:
+        activity.began("a", "", range(length), 0, {"new": length}, None, 0.1)
+        return [len(request.prompt) for request in activity.requests]
+
+    assert [remembered(length) for length in (10, 20, 30, 40)][-2:] == [[10, 20, 30], [20, 30, 40]]
+    assert remembered(50) == [40, 50]
+    assert remembered(101) == []
+    assert remembered(100) == [100]
+    assert activity.totals["prompt_tokens"] == 351
 
 
-def request(i: int, prompt: int = 200, position: int = -1, tail: Any = (), **missed: int) -> RecentRequest:
-    parted = None if position < 0 else Parted(position, [1, i], [1, i - 1], np.array(tail, dtype=np.int32))
-    return RecentRequest(str(i), "", 0.0, prompt, prompt - sum(missed.values()), missed, 0.1, parted)
+# --- time ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_changes_before_text_that_stays_the_same_is_to_be_moved():
-    """As a time does, whose last digits change, or more of them."""
-    tail = list(range(500, 600))
-    requests = [request(i, 140, 30 + i % 3, [i, i + 7, *tail, 1000 + i], diverged=110) for i in range(6)]
-    (advice,) = advise(requests, STATS)
-    assert (advice.position, advice.ours, advice.theirs, advice.tokens) == (32, [1, 5], [1, 4], 600)
-    assert advice.title == "Move what changes at token 30 behind what stays the same"
-    assert "100 tokens a request" in advice.detail
+@pytest.mark.parametrize("seconds", [0.4, 7, 5000, 1e7])
+def test_a_timeline_has_few_spans_however_long_it_is_and_loses_nothing(seconds: float):
+    timeline = Timeline()
+    for i in range(500):
+        timeline.add(i * seconds / 499, 100, 30 + i % 2, {"new": 50, "diverged": 20 - i % 2})
+    parts = timeline.parts()
+    assert 0 < len(parts) <= SPANS
+    assert len(parts) > SPANS / 2 or seconds < 60
+    assert sum(part.requests for part in parts) == 500
+    assert sum(part.prompt_tokens for part in parts) == 50000
+    assert sum(part.cached_tokens for part in parts) == 15250
+    assert sum(sum(part.missed.values()) for part in parts) == 34750
+    assert parts[0].name == "0:00:00"
 
 
-def test_questions_that_differ_after_what_they_share_are_no_reason_for_advice():
+def test_a_prefixs_age_in_seconds_is_right_to_a_second_and_a_part_of_the_age():
+    times, now, used = UseTimes(), 1000.0, {}
     rng = np.random.default_rng(0)
-    assert advise([request(i, 140, 100, rng.integers(0, 1000, 40), diverged=40) for i in range(20)], STATS) == []
+    cache = PrefixCache(10)
+    for ended in range(1, 40000):
+        used[ended] = now
+        pause = rng.choice([0.001, 0.3, 30.0, 9000.0], p=[0.5, 0.489, 0.01, 0.001])
+        times.note(ended, now + 0.0005, idle=pause > 0.1)
+        now += pause
+    assert len(times._samples) < 2000
+    for ended in [*range(1, 40000, 97), 39990, 39998, 39999]:
+        snapshot = cache.snapshot()
+        snapshot.nodes.append(node_used(39999 - ended))
+        times.fill(snapshot, 39999, now)
+        age, said = now - used[ended], snapshot.nodes[-1].idle_seconds
+        assert said is not None
+        assert 0.97 * age - 1.1 < said <= age
 
 
-def test_twice_is_not_often_enough():
-    assert advise([request(i, 140, 30, range(100), diverged=110) for i in range(2)], STATS) == []
+def test_ages_begin_anew_with_an_engine_that_does():
+    times = UseTimes()
+    times.note(500, 10.0, idle=True)
+    times.note(1, 20.0, idle=True)
+    snapshot = PrefixCache(10).snapshot()
+    snapshot.nodes.extend([node_used(0), node_used(None)])
+    times.fill(snapshot, 1, 25.0)
+    assert [node.idle_seconds for node in snapshot.nodes[-2:]] == [5.0, None]
 
 
-@pytest.mark.parametrize(
-    ("reason", "title"),
-    [
-        ("evicted", "Give the cache more room"),
-        ("partial_block", "Try blocks smaller than 16 tokens"),
-        ("in_flight", "Send the first of many equal prompts a moment before the others"),
-    ],
-)
-def test_a_reason_that_costs_a_twentieth_is_worth_a_word(reason: str, title: str):
-    assert advise([request(1, **{reason: 9})], STATS) == []
-    (advice,) = advise([request(1, **{reason: 12})], STATS)
-    assert (advice.title, advice.tokens) == (title, 12)
-    assert "12 of the last 200 prompt tokens (6.0 %)" in advice.detail
-
-
-def test_advice_comes_in_the_order_of_what_it_saves():
-    advice = advise([request(1, evicted=20, partial_block=60)], STATS)
-    assert [each.tokens for each in advice] == [60, 20]
-
-
-def test_without_prefix_caching_there_is_one_thing_to_do():
-    assert advise([request(1, evicted=20)], STATS | {"prefix_caching": False}) == [
-        Advice("Turn prefix caching on", "The server runs without it, so every prompt token is computed.", 0)
-    ]
+def node_used(age: int | None) -> SnapshotNode:
+    return SnapshotNode("segment", "id", -1, 0, 1, 1, 0, 0, 1, age, False, "", [])
 
 
 # --- routes -------------------------------------------------------------------------------------------------------------------
@@ -131,14 +147,18 @@ def test_snapshots_of_all_workers_have_all_their_blocks(two: Any):
     report = two.report()
     assert [worker["worker"] for worker in snapshot["workers"]] == [0, 1]
     blocks = sum(node["blocks"] for worker in snapshot["workers"] for node in worker["nodes"])
+    used = [node for worker in snapshot["workers"] for node in worker["nodes"] if node["uses"]]
+    assert used
+    assert all(0 <= node["idle_seconds"] < 60 for node in used)
     assert blocks == sum(worker["num_blocks"] for worker in snapshot["workers"]) == report["blocks_cached"] > 0
 
 
-@pytest.mark.parametrize("path", ["/snapshot", "/dashboard/data"])
+@pytest.mark.parametrize("path", ["/snapshot", "/dashboard/data", "/report/recent"])
 def test_texts_are_hidden_unless_they_are_to_be_shown(two: Any, path: str):
     answer = httpx.get(two.url + path)
-    assert answer.json()["show_prompts"] is False
-    found = [field for field in ('"text"', '"ours"', '"theirs"', '"tail"', "vault") if field in answer.text]
+    assert answer.json().get("show_prompts", False) is False
+    fields = ['"ours":"', '"theirs":"', '"below":"', '"prompt":', "vault", "“"] + ['"text"'] * (path == "/snapshot")
+    found = [field for field in fields if field in answer.text]
     assert found == []
     assert '"first_tokens":[' not in answer.text or path != "/snapshot"
 
@@ -159,7 +179,7 @@ def test_a_bad_max_nodes_is_refused(two: Any, given: str):
 
 
 def test_without_keys_a_page_whose_name_was_pointed_here_gets_nothing(two: Any):
-    for path in ("/dashboard/data", "/snapshot"):
+    for path in ("/dashboard/data", "/snapshot", "/report/recent"):
         assert httpx.get(two.url + path, headers={"host": "evil.example"}).status_code == 403
         assert httpx.get(two.url + path, headers={"host": "localhost:8000"}).status_code == 200
 

@@ -167,7 +167,7 @@ def shows_the_tree(browser: Browser, url: str) -> None:
 
 def shows_the_time_as_first_advice(browser: Browser, ours: str, theirs: str) -> None:
     def check() -> None:
-        assert browser.text("#advice li:first-child h3").startswith("Move what changes at token ")
+        assert browser.text("#advice li:first-child h3").startswith("Move what differs at token ")
         earlier, now = (browser.text(f"#advice li:first-child dd:nth-of-type({i})") for i in (1, 2))
         assert theirs in earlier
         assert ours in now
@@ -191,7 +191,7 @@ def test_numbers_are_the_metrics_and_boxes_the_snapshots_nodes(browser: Browser,
     server.wait_idle()
     shows_the_metrics(browser, server.url)
     shows_the_tree(browser, server.url)
-    shows_the_time_as_first_advice(browser, "00:59", "00:52")
+    shows_the_time_as_first_advice(browser, "00:59", "00:10")
     rows = browser.run(
         "[...document.querySelectorAll('#requests tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
@@ -223,6 +223,7 @@ def test_the_tree_is_walked_with_the_keyboard(browser: Browser, start_server: An
     browser.press(Keys.ENTER)
     assert browser.text("#crumbs [aria-current]").startswith("Answer in one")
     assert "used by 3 requests" in browser.text("#detail")
+    assert re.search(r"last \d+ s ago", browser.text("#detail"))
     browser.press(Keys.ARROW_DOWN)
     first = focused("data-node")
     browser.press(Keys.ARROW_RIGHT)
@@ -250,7 +251,7 @@ def test_it_asks_for_the_key_and_hides_texts(browser: Browser, start_server: Any
     says(browser, "#login-why", "this needs a key without a namespace")
     assert browser.run("document.getElementById('main').hidden")
     enter_key(browser, KEY)
-    says(browser, "#advice h3", "Move what changes at token")
+    says(browser, "#advice h3", "Move what differs at token")
     assert browser.run("document.getElementById('login').hidden")
     assert "--show-prompts" in browser.text("#advice")
     assert not re.search("Answer|rules|time is", browser.text("main"))
