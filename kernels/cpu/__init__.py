@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import AttentionMetadata, DecoderLayer, DecoderShape, FusedLayers
 from ..quantized import GROUP, QuantizedWeight
-from . import torch_ops
+from . import memory, torch_ops
 from .build import library
 from .decoder import NativeDecoder
 
@@ -76,7 +76,7 @@ def allocate_kv(
     k_shape = (num_blocks, num_kv_heads, block_size // tile, head_dim // (2 if pairs else 1), tile, *pairs)
     in_pair = pairs if block_size > 1 else ()
     v_shape = (num_blocks, num_kv_heads, block_size // (2 if in_pair else 1), head_dim, *in_pair)
-    return _empty(k_shape, dtype).zero_(), _empty(v_shape, dtype).zero_()
+    return memory.empty(k_shape, dtype).zero_(), memory.empty(v_shape, dtype).zero_()
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Tensor, Tensor | None]:
@@ -86,7 +86,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | tuple[Ten
     outputs, inputs = weight.shape
     half = weight.dtype is torch.bfloat16
     tiles = -(-outputs // _TILE)
-    packed = _empty((tiles * _TILE * (-(-inputs // _DEPTH) * _DEPTH if half else inputs),), weight.dtype)
+    packed = memory.empty((tiles * _TILE * (-(-inputs // _DEPTH) * _DEPTH if half else inputs),), weight.dtype)
     padded_bias = _padded_bias(bias, outputs)
     weight = weight.contiguous()
     library().radixkv_pack_weight(weight.data_ptr(), packed.data_ptr(), outputs, inputs, half)
@@ -103,7 +103,7 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dt
         return None
     outputs, inputs = weight.codes.shape
     tiles, header = -(-outputs // _TILE), 2 * _TILE * (1 if weight.offsets is None else 2)
-    packed = _empty((tiles * (inputs // GROUP) * (header + GROUP * _TILE * weight.bits // 8),), torch.uint8)
+    packed = memory.empty((tiles * (inputs // GROUP) * (header + GROUP * _TILE * weight.bits // 8),), torch.uint8)
     padded_bias = _padded_bias(bias, outputs)
     parts = [None if part is None else part.contiguous() for part in weight]
     library().radixkv_pack_quantized(
@@ -299,13 +299,6 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, copies: Tensor) -> None:
         k_cache.data_ptr(), v_cache.data_ptr(), copies.contiguous().data_ptr(), len(copies), shape[1], shape[3] * pairs,
         shape[2] * shape[4], pairs == 2,
     )  # fmt: skip
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Untouched memory, in huge pages where the system grants them."""
-    memory = torch.empty(shape, dtype=dtype)
-    library().radixkv_advise_huge_pages(memory.data_ptr(), memory.nbytes)
-    return memory
 
 
 def _row_stride(x: Tensor, heads: int, dim: int) -> int:
