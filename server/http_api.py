@@ -13,6 +13,7 @@ from litestar import Litestar, Request, Response, get, post, route
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath
 from litestar.types import ASGIApp
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -127,7 +128,7 @@ def create_app(frontend: Frontend, keys: ApiKeys | None = None) -> Litestar:
         return _json({"object": "list", "data": [model_card()]})
 
     @get("/v1/models/{model:path}")
-    async def model(model: str) -> Response[bytes]:
+    async def model(model: FromPath[str]) -> Response[bytes]:
         if model.lstrip("/") != frontend.model.lstrip("/"):
             return _error(404, f"model {model.lstrip('/')!r} is not served here; {frontend.model!r} is", "model", "model_not_found")
         return _json(model_card())
