@@ -23,6 +23,7 @@
 /* Both products are of bfloat16 pairs where the CPU has them (then queries stay as they come, and weights are rounded as on a GPU);
    elsewhere bfloat16 keys and values are widened to the float32 of queries and weights. */
 #define NARROW(half) ((half) && DOT_PAIRS)
+#define SOFTMAX_ROWS 4 /* at a time */
 
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
     void *q;
@@ -163,23 +164,39 @@ static void value_panel(int half, long rows, int begin, const void *p, const voi
 #undef TILES
 }
 
-/* Turns a row's first `limit` scores, each times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0. */
-INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, long limit, long used, float *largest, float *sum) {
-    long end = (limit + VL - 1) / VL * VL;
-    for (long t = limit; t < end; t++) scores[t] = -INFINITY; /* they may hold anything */
-    vf most[4] = {vset(-INFINITY), vset(-INFINITY), vset(-INFINITY), vset(-INFINITY)}, total = vset(0);
-    long done = end / (4 * VL) * (4 * VL);
-    for (long t = 0; t < done; t += 4 * VL) UNROLL for (int i = 0; i < 4; i++) most[i] = vmax(most[i], vload(scores + t + i * VL));
-    for (long t = done; t < end; t += VL) most[0] = vmax(most[0], vload(scores + t));
-    vf top = vset(vmax_lanes(vmax(vmax(most[0], most[1]), vmax(most[2], most[3])))) * vset(scale);
-    for (long t = 0; t < end; t += VL) {
-        vf p = vexp2_of(vfma(vload(scores + t), vset(scale), vset(0) - top), narrow);
-        store_from_float(weights, t, p, narrow);
-        total += p;
+/* Turns the first limits[r] scores of each row, times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0.
+   Several rows at a time, because each one's sum and maximum are chains of operations that wait for one another. */
+INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float scale, const long *limits, long used, float *largest, float *sum) {
+    vf most[R], other[R], total[R], top[R];
+    long end = 0;
+    UNROLL for (int r = 0; r < R; r++) end = limits[r] > end ? limits[r] : end;
+    end = (end + 2 * VL - 1) / (2 * VL) * (2 * VL);
+    UNROLL for (int r = 0; r < R; r++) {
+        most[r] = other[r] = vset(-INFINITY), total[r] = vset(0);
+        for (long t = limits[r]; t < end; t++) scores[r * CHUNK + t] = -INFINITY; /* they may hold anything */
     }
-    for (long t = end; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
-    *largest = top[0];
-    *sum = vsum(total);
+    for (long t = 0; t < end; t += 2 * VL)
+        UNROLL for (int r = 0; r < R; r++) {
+            most[r] = vmax(most[r], vload(scores + r * CHUNK + t));
+            other[r] = vmax(other[r], vload(scores + r * CHUNK + t + VL));
+        }
+    UNROLL for (int r = 0; r < R; r++) {
+        largest[r] = vmax_lanes(vmax(most[r], other[r])) * scale;
+        top[r] = vset(-largest[r]);
+    }
+    for (long t = 0; t < end; t += 2 * VL)
+        UNROLL for (int r = 0; r < R; r++) {
+            vf p = vexp2_of(vfma(vload(scores + r * CHUNK + t), vset(scale), top[r]), narrow);
+            vf next = vexp2_of(vfma(vload(scores + r * CHUNK + t + VL), vset(scale), top[r]), narrow);
+            if (narrow) vstore_bf16_pair((bf16 *)weights + r * CHUNK + t, p, next);
+            else vstore((float *)weights + r * CHUNK + t, p), vstore((float *)weights + r * CHUNK + t + VL, next);
+            total[r] += p;
+            total[r] += next;
+        }
+    UNROLL for (int r = 0; r < R; r++) {
+        for (long t = end; t < used; t += VL) store_from_float(weights, r * CHUNK + t, vset(0), narrow);
+        sum[r] = vsum(total[r]);
+    }
 }
 
 /* total[rows][dim] += values, both scaled to the larger of a row's largest scores.  Rows whose `largest` is -INFINITY stay as they are. */
@@ -268,16 +285,30 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
     }
     used = (used + TILE - 1) / TILE * TILE;
     for (long h = 0; h < heads; h++)
-        for (long row = 0; row < all_rows; row++) {
-            long limit = queries[row / a->group].limit - start, at = h * all_rows + row;
+        for (long row = 0, n; row < all_rows; row += n) {
+            long at = h * all_rows + row, limits[SOFTMAX_ROWS];
             float *scores = w->scores + at * CHUNK, *largest = w->largest + h * stride + row, *sum = w->sum + h * stride + row;
             void *weights = element(w->weights, at * CHUNK, narrow);
-            if (limit <= 0) {
+            for (n = 0; n < SOFTMAX_ROWS && row + n < all_rows; n++) {
+                long limit = queries[(row + n) / a->group].limit - start;
+                if (limit <= 0) break;
+                limits[n] = limit < CHUNK ? limit : CHUNK;
+            }
+#define CASE(R)                                                                                                                   \
+    narrow ? softmax_rows(R, 1, scores, weights, scale, limits, used, largest, sum)                                               \
+           : softmax_rows(R, 0, scores, weights, scale, limits, used, largest, sum)
+            switch (n) {
+            case 4: CASE(4); break;
+            case 3: CASE(3); break;
+            case 2: CASE(2); break;
+            case 1: CASE(1); break;
+            case 0: /* it sees nothing of this chunk */
                 *largest = -INFINITY;
                 *sum = 0;
                 for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
-            } else if (narrow) softmax_row(1, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, largest, sum);
-            else softmax_row(0, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, largest, sum);
+                n = 1;
+            }
+#undef CASE
         }
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         find_tiles(a, w, queries, p, head, 1, v);
