@@ -23,6 +23,7 @@
 /* Both products are of bfloat16 pairs where the CPU has them (then queries stay as they come, and weights are rounded as on a GPU);
    elsewhere bfloat16 keys and values are widened to the float32 of queries and weights. */
 #define NARROW(half) ((half) && DOT_PAIRS)
+#define SOFTMAX_ROWS 4 /* at a time */
 
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
     void *q;
@@ -61,6 +62,9 @@ struct piece {
     long first, end, from, to;
 };
 
+/* Whether any of its rows are among begin .. end - 1. */
+static int meets(const struct piece *p, long group, long begin, long end) { return p->first * group < end && p->end * group > begin; }
+
 /* Cuts what queries i .. j - 1 see of tokens from .. to - 1 into pieces; for each query they come in order of position.  Fewer than 2 (j - i)
    of them, as each one that leads to others is where queries part. */
 static long find_pieces(const struct query *q, long i, long j, long from, long to, struct piece *pieces, long n) {
@@ -85,8 +89,11 @@ static void find_tiles(const struct attention *a, const struct work *w, const st
     const int32_t *table = a->tables + query->sequence * a->table_stride;
     const void *cache = of_values ? a->v_cache : a->k_cache;
     if (l->tile == TILE) {
-        for (long t = p->from; t < p->to; t += TILE)
-            *tiles++ = element(cache, kv_tile(l, table[t / l->block_size], head, t % l->block_size), l->half);
+        long block = p->from / l->block_size, offset = p->from % l->block_size;
+        for (long t = p->from; t < p->to; t += TILE) {
+            *tiles++ = element(cache, kv_tile(l, table[block], head, 0) + offset * l->dim, l->half);
+            if ((offset += TILE) == l->block_size) block++, offset = 0;
+        }
         return;
     }
     /* Small blocks: gather them into tiles of 16. */
@@ -163,23 +170,39 @@ static void value_panel(int half, long rows, int begin, const void *p, const voi
 #undef TILES
 }
 
-/* Turns a row's first `limit` scores, each times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0. */
-INLINE void softmax_row(int narrow, float *scores, void *weights, float scale, long limit, long used, float *largest, float *sum) {
-    long end = (limit + VL - 1) / VL * VL;
-    for (long t = limit; t < end; t++) scores[t] = -INFINITY; /* they may hold anything */
-    vf most[4] = {vset(-INFINITY), vset(-INFINITY), vset(-INFINITY), vset(-INFINITY)}, total = vset(0);
-    long done = end / (4 * VL) * (4 * VL);
-    for (long t = 0; t < done; t += 4 * VL) UNROLL for (int i = 0; i < 4; i++) most[i] = vmax(most[i], vload(scores + t + i * VL));
-    for (long t = done; t < end; t += VL) most[0] = vmax(most[0], vload(scores + t));
-    vf top = vset(vmax_lanes(vmax(vmax(most[0], most[1]), vmax(most[2], most[3])))) * vset(scale);
-    for (long t = 0; t < end; t += VL) {
-        vf p = vexp2_of(vfma(vload(scores + t), vset(scale), vset(0) - top), narrow);
-        store_from_float(weights, t, p, narrow);
-        total += p;
+/* Turns the first limits[r] scores of each row, times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0.
+   Several rows at a time, because each one's sum and maximum are chains of operations that wait for one another. */
+INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float scale, const long *limits, long used, float *largest, float *sum) {
+    vf most[SOFTMAX_ROWS], other[SOFTMAX_ROWS], total[SOFTMAX_ROWS], top[SOFTMAX_ROWS];
+    long end = 0;
+    UNROLL for (int r = 0; r < R; r++) end = limits[r] > end ? limits[r] : end;
+    end = (end + 2 * VL - 1) / (2 * VL) * (2 * VL);
+    UNROLL for (int r = 0; r < R; r++) {
+        most[r] = other[r] = vset(-INFINITY), total[r] = vset(0);
+        for (long t = limits[r]; t < end; t++) scores[r * CHUNK + t] = -INFINITY; /* they may hold anything */
     }
-    for (long t = end; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
-    *largest = top[0];
-    *sum = vsum(total);
+    for (long t = 0; t < end; t += 2 * VL)
+        UNROLL for (int r = 0; r < R; r++) {
+            most[r] = vmax(most[r], vload(scores + r * CHUNK + t));
+            other[r] = vmax(other[r], vload(scores + r * CHUNK + t + VL));
+        }
+    UNROLL for (int r = 0; r < R; r++) {
+        largest[r] = vmax_lanes(vmax(most[r], other[r])) * scale;
+        top[r] = vset(-largest[r]);
+    }
+    for (long t = 0; t < end; t += 2 * VL)
+        UNROLL for (int r = 0; r < R; r++) {
+            vf p = vexp2_of(vfma(vload(scores + r * CHUNK + t), vset(scale), top[r]), narrow);
+            vf next = vexp2_of(vfma(vload(scores + r * CHUNK + t + VL), vset(scale), top[r]), narrow);
+            if (narrow) vstore_bf16_pair((bf16 *)weights + r * CHUNK + t, p, next);
+            else vstore((float *)weights + r * CHUNK + t, p), vstore((float *)weights + r * CHUNK + t + VL, next);
+            total[r] += p;
+            total[r] += next;
+        }
+    UNROLL for (int r = 0; r < R; r++) {
+        for (long t = end; t < used; t += VL) store_from_float(weights, r * CHUNK + t, vset(0), narrow);
+        sum[r] = vsum(total[r]);
+    }
 }
 
 /* total[rows][dim] += values, both scaled to the larger of a row's largest scores.  Rows whose `largest` is -INFINITY stay as they are. */
@@ -223,10 +246,10 @@ static void fetch_starts(const void *const *tiles, long count) {
     for (long n = 0; n < count; n++) for (long byte = 0; byte < 256; byte += 64) FETCH((const char *)tiles[n] + byte);
 }
 
-/* Partial results of a tile's queries for `heads` heads from `head` on and the chunk at `start`.  Values go to values + h * value_stride, a
-   head's largest and sum to those of w, `stride` apart. */
-static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, long head, long heads, long start,
-                          const struct piece *pieces, long count, long stride, float *values, long value_stride) {
+/* Partial results of rows begin .. stop - 1 of a tile for `heads` heads from `head` on and the chunk at `start`.  Values go to
+   values + h * value_stride, a head's largest and sum to those of w, `stride` apart. */
+static void compute_rows(const struct attention *a, const struct work *w, const struct tile *tile, long begin, long stop, long head, long heads,
+                         long start, const struct piece *pieces, long count, long stride, float *values, long value_stride) {
     const struct query *queries = a->queries + tile->first;
     long dim = a->layout.dim, all_rows = tile->count * a->group, used = 0;
     int half = a->layout.half, narrow = NARROW(half);
@@ -235,19 +258,22 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
     long head_elements = a->layout.block_size * dim; /* from one head's tile to the next one's; only one head if tiles are gathered */
     int direct = a->layout.tile == TILE;
     long most = a->on_tiles ? TILE_ROWS : MAX_MR; /* rows in a panel */
-    /* The tiles of one prefill read the same keys one after the other: those are in cache. */
-    int fetch = a->on_tiles && (tile->count == 1 || queries[0].sequence != queries[tile->count - 1].sequence);
-    /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile; several heads, too, as theirs lie side by side and memory
+    long wide = a->on_tiles && heads == 1 ? CHUNK_TILES : WIDE(MAX_MR); /* tiles of keys at a time */
+    /* The tiles of one prefill read the same keys one after the other, and so do rows after the first ones: those are in cache. */
+    int fetch = a->on_tiles && !begin && (tile->count == 1 || queries[0].sequence != queries[tile->count - 1].sequence);
+    /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile, one over all; several heads, too, as theirs lie side by side and memory
        is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
 #define PANELS(p)                                                                                                                 \
-    for (long first = p->first * a->group, rows = (p->end - p->first) * a->group, panels = panel_count(rows, most), i = 0, row, end;    \
+    for (long first = at_least(p->first * a->group, begin), rows = at_most(p->end * a->group, stop) - first,                      \
+              panels = panel_count(rows, most), i = 0, row, end;                                                                  \
          row = first + panel_start(rows, panels, i), end = first + panel_start(rows, panels, i + 1), i < panels; i++)
     for (const struct piece *p = pieces; p < pieces + count; p++) {
+        if (!meets(p, a->group, begin, stop)) continue;
         long tiles = (p->to - p->from + TILE - 1) / TILE;
         find_tiles(a, w, queries, p, head, 0, k);
         if (direct) find_tiles(a, w, queries, p, head, 1, v);
-        for (long t = 0; t < tiles; t += WIDE(MAX_MR)) {
-            long step = tiles - t < WIDE(MAX_MR) ? tiles - t : WIDE(MAX_MR);
+        for (long t = 0; t < tiles; t += wide) {
+            long step = tiles - t < wide ? tiles - t : wide;
             for (long h = 0; h < heads; h++) {
                 for (long n = 0; n < step; n++) tiles_of_head[n] = element(k[t + n], h * head_elements, half);
                 PANELS(p) {
@@ -257,7 +283,7 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                                    : direct                  ? element(v[t + n], h * head_elements, half)
                                                              : tiles_of_head[n];
                     long at = h * all_rows + row;
-                    float *scores = w->scores + at * CHUNK + p->from - start + t * TILE;
+                    float *scores = w->scores + (at - begin) * CHUNK + p->from - start + t * TILE;
                     if (fetch && i < 2) fetch_starts(ahead, step);
                     if (a->on_tiles) tile_scores(end - row, (const bf16 *)w->q + at * dim, dim, tiles_of_head, step, scores, CHUNK);
                     else score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step, scores);
@@ -268,18 +294,34 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
     }
     used = (used + TILE - 1) / TILE * TILE;
     for (long h = 0; h < heads; h++)
-        for (long row = 0; row < all_rows; row++) {
-            long limit = queries[row / a->group].limit - start, at = h * all_rows + row;
-            float *scores = w->scores + at * CHUNK, *largest = w->largest + h * stride + row, *sum = w->sum + h * stride + row;
-            void *weights = element(w->weights, at * CHUNK, narrow);
-            if (limit <= 0) {
+        for (long row = begin, n; row < stop; row += n) {
+            long at = h * all_rows + row, limits[SOFTMAX_ROWS];
+            float *scores = w->scores + (at - begin) * CHUNK, *largest = w->largest + h * stride + row, *sum = w->sum + h * stride + row;
+            void *weights = element(w->weights, (at - begin) * CHUNK, narrow);
+            for (n = 0; n < SOFTMAX_ROWS && row + n < stop; n++) {
+                long limit = queries[(row + n) / a->group].limit - start;
+                if (limit <= 0) break;
+                limits[n] = limit < CHUNK ? limit : CHUNK;
+            }
+            if (a->on_tiles && row == begin + TILE_ROWS / 2) tiles_stay_awake();
+#define CASE(R)                                                                                                                   \
+    narrow ? softmax_rows(R, 1, scores, weights, scale, limits, used, largest, sum)                                               \
+           : softmax_rows(R, 0, scores, weights, scale, limits, used, largest, sum)
+            switch (n) {
+            case 4: CASE(4); break;
+            case 3: CASE(3); break;
+            case 2: CASE(2); break;
+            case 1: CASE(1); break;
+            case 0: /* it sees nothing of this chunk */
                 *largest = -INFINITY;
                 *sum = 0;
                 for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
-            } else if (narrow) softmax_row(1, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, largest, sum);
-            else softmax_row(0, scores, weights, scale, limit < CHUNK ? limit : CHUNK, used, largest, sum);
+                n = 1;
+            }
+#undef CASE
         }
     for (const struct piece *p = pieces; p < pieces + count; p++) {
+        if (!meets(p, a->group, begin, stop)) continue;
         find_tiles(a, w, queries, p, head, 1, v);
         long length = p->to - p->from, step = heads > 1 && dim % TILE == 0 ? WIDE(MAX_MR) * TILE : CHUNK; /* tokens; see value_panel */
         for (long t = 0; t < length; t += step)
@@ -293,15 +335,25 @@ static void compute_chunk(const struct attention *a, const struct work *w, const
                     to = to < from + step ? to : from + step;
                     if (to <= from && from > start) continue;
                     long valid = to > from ? to - from : 0;
-                    const void *weights = element(w->weights, at * CHUNK + from - start, narrow);
+                    const void *weights = element(w->weights, (at - begin) * CHUNK + from - start, narrow);
                     float *to_values = values + h * value_stride + row * dim;
-                    if (fetch && !i) fetch_starts(ahead, (step < length - t ? step : length - t) / TILE);
+                    if (fetch && !i && t + step < length) fetch_starts(ahead, panel_count(at_most(step, length - t - step), TILE));
                     if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values);
                     else value_panel(half, end - row, from == start, weights, tiles_of_head, ahead, valid, dim, to_values);
                 }
             }
     }
 #undef PANELS
+}
+
+/* All rows of the tile.  On matrix tiles those of a panel go all the way before the next ones: 16 KB of scores stay in L1.  Keys and values
+   then come from L2 for each panel, which is as fast as they are multiplied.  Elsewhere, and where a few rows of all heads advance
+   together, it's all rows at once. */
+static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, long head, long heads, long start,
+                          const struct piece *pieces, long count, long stride, float *values, long value_stride) {
+    long rows = tile->count * a->group, step = a->on_tiles && heads == 1 ? TILE_ROWS : rows;
+    for (long row = 0; row < rows; row += step)
+        compute_rows(a, w, tile, row, at_most(row + step, rows), head, heads, start, pieces, count, stride, values, value_stride);
 }
 
 static void load_queries(const struct attention *a, const struct tile *tile, long head, void *to) {

@@ -42,6 +42,9 @@ struct attention {
     float *partial_values, *partial_largest, *partial_sum; /* [partial row][dim], and of its scores the largest, and the sum of exponentials */
 };
 
+static inline long at_most(long x, long y) { return x < y ? x : y; }
+static inline long at_least(long x, long y) { return x > y ? x : y; }
+
 /* Fills queries, tiles and items, in memory that the caller frees through `queries`. */
 void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, const int32_t *segments,
                     long segment_count, int threads);

@@ -11,8 +11,6 @@
 
 #define WORTH_SHARING (4 * TILE) /* tokens; for fewer, sequences had better be spread over the threads */
 
-static long at_most(long x, long y) { return x < y ? x : y; }
-
 /* shared[s]: tokens that sequence s has in the same blocks as the one before it. */
 static void find_shared(long *shared, long sequences, const int32_t *segments, long count) {
     for (long s = 0; s < sequences; s++) shared[s] = 0;

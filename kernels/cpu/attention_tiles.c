@@ -7,7 +7,7 @@
 
 #if MATRIX_TILES
 
-/* Registers: sums of four tiles of columns in 0 .. 3; A and B for a full depth in 4 and 5, for half of it in 6 and 7. */
+/* Registers: sums in 0 .. 3; A and B for a full depth in 4 and 5, for half of it in 6 and 7.  A of a full depth fits where sums do, too. */
 static __thread long configured_rows;
 
 static void configure(long rows) {
@@ -15,6 +15,10 @@ static void configure(long rows) {
     struct tile_shapes s = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 32, 64}, .rows = {rows, rows, rows, rows, rows, 16, rows, 8}};
     tile_configure(&s);
     configured_rows = rows;
+}
+
+void tiles_stay_awake(void) {
+    if (configured_rows) tile_multiply(0, 4, 5);
 }
 
 void tiles_done(void) {
@@ -25,26 +29,40 @@ void tiles_done(void) {
 #define ZERO(n) if (NT > n) tile_zero(n);
 #define STORE(n) if (NT > n) tile_store(n, c + n * TILE, stride * 4);
 
-INLINE void score(int NT, int full, const bf16 *q, long dim, const void *const *k, float *c, long stride) {
-    ZERO(0) ZERO(1) ZERO(2) ZERO(3)
-#define STEP(n, a, b) if (NT > n) { tile_load(b, (const bf16 *)k[n] + d * TILE, 64); tile_multiply(n, a, b); }
-    if (full)
-        for (long d = 0; d < dim; d += 32) { tile_load(4, q + d, dim * 2); STEP(0, 4, 5) STEP(1, 4, 5) STEP(2, 4, 5) STEP(3, 4, 5) }
-    else
-        for (long d = 0; d < dim; d += 16) { tile_load(6, q + d, dim * 2); STEP(0, 6, 7) STEP(1, 6, 7) STEP(2, 6, 7) STEP(3, 6, 7) }
+/* The queries of HELD steps stay in registers 1 .. 4 while all keys pass, which pass L1 by: the scores are to stay there. */
+INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long count, float *c, long stride) {
+#define HOLD(n, a) if (HELD > n) tile_load(a, q + n * 32, dim * 2);
+#define STEP(n, a) if (HELD > n) { tile_stream(5, (const bf16 *)k[t] + n * 32 * TILE, 64); tile_multiply(0, a, 5); }
+    HOLD(0, 1) HOLD(1, 2) HOLD(2, 3) HOLD(3, 4)
+    for (long t = 0; t < count; t++) {
+        tile_zero(0);
+        STEP(0, 1) STEP(1, 2) STEP(2, 3) STEP(3, 4)
+        tile_store(0, c + t * TILE, stride * 4);
+    }
+#undef HOLD
 #undef STEP
-    STORE(0) STORE(1) STORE(2) STORE(3)
+}
+
+/* The same for more steps, or half ones. */
+static void score_any(const bf16 *q, long dim, const void *const *k, long count, float *c, long stride) {
+    for (long t = 0; t < count; t++) {
+        const bf16 *b = k[t];
+        tile_zero(0);
+        if (dim % 32) for (long d = 0; d < dim; d += 16) { tile_load(6, q + d, dim * 2); tile_stream(7, b + d * TILE, 64); tile_multiply(0, 6, 7); }
+        else for (long d = 0; d < dim; d += 32) { tile_load(4, q + d, dim * 2); tile_stream(5, b + d * TILE, 64); tile_multiply(0, 4, 5); }
+        tile_store(0, c + t * TILE, stride * 4);
+    }
 }
 
 void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride) {
     configure(rows);
-#define SCORE(NT) dim % 32 ? score(NT, 0, q, dim, k + t, scores + t * TILE, stride) : score(NT, 1, q, dim, k + t, scores + t * TILE, stride)
-    long t = 0;
-    for (; t + 4 <= count; t += 4) SCORE(4);
-    if (count - t == 3) SCORE(3);
-    else if (count - t == 2) SCORE(2);
-    else if (count - t == 1) SCORE(1);
-#undef SCORE
+    switch (dim) {
+    case 32: score(1, q, dim, k, count, scores, stride); break;
+    case 64: score(2, q, dim, k, count, scores, stride); break;
+    case 96: score(3, q, dim, k, count, scores, stride); break;
+    case 128: score(4, q, dim, k, count, scores, stride); break;
+    default: score_any(q, dim, k, count, scores, stride);
+    }
 }
 
 INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *const *v, const bf16 *last, long whole, long dim, float *c) {
@@ -52,7 +70,7 @@ INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *con
     if (begin) { ZERO(0) ZERO(1) ZERO(2) ZERO(3) }
     else { LOAD(0) LOAD(1) LOAD(2) LOAD(3) }
 #undef LOAD
-#define STEP(n) if (NT > n) { tile_load(7, b + n * 2 * TILE, dim * 4); tile_multiply(n, 6, 7); }
+#define STEP(n) if (NT > n) { tile_stream(7, b + n * 2 * TILE, dim * 4); tile_multiply(n, 6, 7); }
     for (long t = 0; t < whole + (last != 0); t++) {
         const bf16 *b = t < whole ? v[t] : last;
         tile_load(6, p + t * TILE, stride * 2);
@@ -95,6 +113,7 @@ void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long 
 void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values) {
     (void)rows, (void)begin, (void)p, (void)stride, (void)v, (void)valid, (void)dim, (void)padded, (void)values;
 }
+void tiles_stay_awake(void) {}
 void tiles_done(void) {}
 
 #endif

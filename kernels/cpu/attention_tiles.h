@@ -9,5 +9,8 @@ void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long 
    end of its tile.  `padded` is scratch for a tile of v. */
 void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values);
 
+/* Multiplies nothing.  A multiplier without work for half a microsecond falls asleep, and waking it takes a quarter of one (Granite Rapids). */
+void tiles_stay_awake(void);
+
 /* At the end of an item: the registers are free. */
 void tiles_done(void);

@@ -175,8 +175,7 @@ INLINE vf vexp2_fraction(vf f, int coarse) {
 /* 2^x for x <= 127, within 1 ulp, or 2^-13 of it if `coarse`; 0 well below 2^-126; NaN stays NaN. */
 INLINE vf vexp2_of(vf x, int coarse) {
 #if VBYTES == 64 && defined(__AVX512F__)
-    x = vmax(vset(-1000), x);
-    if (coarse) { /* x - floor(x) is one instruction; a minimax polynomial of degree 3 for 2^f, 0 <= f < 1 (2^-13.7) */
+    if (coarse) { /* x - floor(x) is one instruction, 0 for -infinity; a minimax polynomial of degree 3 for 2^f, 0 <= f < 1 (2^-13.7) */
         vf f = (vf)_mm512_reduce_ps((__m512)x, 1);
         vf p = vset(0x1.3f96a2p-4f);
         p = vfma(p, f, vset(0x1.cefc4ep-3f));
@@ -184,6 +183,7 @@ INLINE vf vexp2_of(vf x, int coarse) {
         p = vfma(p, f, vset(0x1.fff632p-1f));
         return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
     }
+    x = vmax(vset(-1000), x);
     vf n = (x + vset(SHIFT)) - vset(SHIFT);
     return (vf)_mm512_scalef_ps((__m512)vexp2_fraction(x - n, coarse), (__m512)n);
 #else
