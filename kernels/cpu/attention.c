@@ -259,8 +259,8 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     int direct = a->layout.tile == TILE;
     long most = a->on_tiles ? TILE_ROWS : MAX_MR; /* rows in a panel */
     long wide = a->on_tiles && heads == 1 ? CHUNK_TILES : WIDE(MAX_MR); /* tiles of keys at a time */
-    /* The tiles of one prefill read the same keys one after the other, and so do rows after the first ones: those are in cache. */
-    int fetch = a->on_tiles && !begin && (tile->count == 1 || queries[0].sequence != queries[tile->count - 1].sequence);
+    /* The tiles of one prefill read the same keys one after the other, and so do a piece's later rows: those are in cache. */
+    int several = a->on_tiles && (tile->count == 1 || queries[0].sequence != queries[tile->count - 1].sequence);
     /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile, one over all; several heads, too, as theirs lie side by side and memory
        is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
 #define PANELS(p)                                                                                                                 \
@@ -270,6 +270,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         if (!meets(p, a->group, begin, stop)) continue;
         long tiles = (p->to - p->from + TILE - 1) / TILE;
+        int fetch = several && p->first * a->group >= begin;
         find_tiles(a, w, queries, p, head, 0, k);
         if (direct) find_tiles(a, w, queries, p, head, 1, v);
         for (long t = 0; t < tiles; t += wide) {
@@ -323,6 +324,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         if (!meets(p, a->group, begin, stop)) continue;
         find_tiles(a, w, queries, p, head, 1, v);
+        int fetch = several && p->first * a->group >= begin;
         long length = p->to - p->from, step = heads > 1 && dim % TILE == 0 ? WIDE(MAX_MR) * TILE : CHUNK; /* tokens; see value_panel */
         for (long t = 0; t < length; t += step)
             for (long h = 0; h < heads; h++) {
