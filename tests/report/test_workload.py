@@ -401,13 +401,18 @@ def test_the_page_answers_in_order_loads_nothing_and_escapes_what_users_wrote() 
     assert f"today: {report.capacity_blocks} blocks" in page
 
 
-def test_the_terminal_is_not_at_the_mercy_of_a_namespace(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("field", ["namespace", "model", "error", "missed"])
+def test_the_terminal_is_not_at_the_mercy_of_what_a_log_says(field: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = Log()
-    log.ask(numbers(1, 40), namespace="\x1b[31mred[bold]")
-    Console(width=120).print(log.report())
+    for _ in range(2):
+        log.ask(numbers(1, 40))
+        log.lines[-1].cached_tokens, log.lines[-1].missed = 16, {"new": 24}
+    text: Any = "\x1b[31mred[bold]"
+    setattr(log.lines[-1], field, {text: 24} if field == "missed" else text)
+    Console(width=160).print(log.report())
     text = capsys.readouterr().out
     assert "\x1b" not in text
-    assert "[bold]" in text
+    assert "\\x1b[31m" in text
 
 
 def test_the_command_writes_text_json_and_html_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
