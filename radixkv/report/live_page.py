@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from radixkv.report.curve_report import percent
+from radixkv.report.miss_places import UNEXPLAINED
 from radixkv.report.page import Cell, Page, Section, Table
 from radixkv.report.reasons import MEANING
 from radixkv.report.report import Report
@@ -74,7 +75,9 @@ def _saved(report: Report) -> Iterator[str]:
 
 
 def _reasons(report: Report) -> Table:
-    missed = sorted(((count, reason) for reason, count in report.missed_tokens.items() if count), reverse=True)
+    unexplained = report.prompt_tokens - report.hit_tokens - sum(report.missed_tokens.values())
+    counts = {**report.missed_tokens, UNEXPLAINED: unexplained}
+    missed = sorted(((count, reason) for reason, count in counts.items() if count), reverse=True)
     total = max(report.prompt_tokens, 1)
     return Table(
         "Computed prompt tokens by reason",

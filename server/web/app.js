@@ -90,7 +90,16 @@ function showTotals({ totals, now, missed }) {
     element.textContent = whole(values[element.dataset.metric]);
   }
   const computed = Object.entries(REASONS).map(([reason, [name, why]]) => ({ kind: reason, name, why, value: missed[reason] ?? 0 }));
-  showBar("sources", [{ kind: "hit", name: "from the cache", value: totals.cached_tokens }, ...computed], "tokens");
+  const unexplained = totals.prompt_tokens - totals.cached_tokens - sum(computed.map(({ value }) => value));
+  showBar(
+    "sources",
+    [
+      { kind: "hit", name: "from the cache", value: totals.cached_tokens },
+      ...computed,
+      { kind: "unexplained", name: "unexplained", why: "the server runs without prefix caching", value: unexplained },
+    ],
+    "tokens",
+  );
   showBar(
     "blocks",
     [

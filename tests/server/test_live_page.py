@@ -279,6 +279,16 @@ def test_a_narrow_screen_needs_no_scrolling_sideways_and_colours_follow_the_syst
     is_quiet_and_alone(browser, server.url)
 
 
+def test_without_a_prefix_cache_computed_tokens_are_shown_all_the_same(browser: Browser, start_server: Any) -> None:
+    server = start_server(worker_command=CACHING, config={"enable_prefix_caching": False}).wait_ready()
+    browser.open(server.url)
+    says(browser, "#advice", "No requests yet")
+    complete(server.url, RULES)
+    says(browser, "#sources-legend", "unexplained")
+    assert browser.number("#sources-legend [data-part=unexplained]") == browser.number("[data-metric=prompt_tokens]") > 0
+    assert "unexplained" in browser.run("document.getElementById('sources-bar').getAttribute('aria-label')")
+
+
 def test_an_axis_ends_a_little_above_all_values(browser: Browser, start_server: Any) -> None:
     browser.open(start_server(worker_command=CACHING).wait_ready().url)
     script = """
