@@ -141,7 +141,7 @@ function showBar(id, parts, unit) {
 // --- advice
 
 function showAdvice({ advice, requests, show_prompts: shown }) {
-  const key = JSON.stringify([advice, requests.length > 0]);
+  const key = JSON.stringify([advice, requests.length]);
   if (key === adviceShown) return;
   adviceShown = key;
   if (!advice.length) {

@@ -279,6 +279,15 @@ def test_a_narrow_screen_needs_no_scrolling_sideways_and_colours_follow_the_syst
     is_quiet_and_alone(browser, server.url)
 
 
+def test_where_nothing_is_to_be_done_it_says_for_how_many_requests(browser: Browser, start_server: Any) -> None:
+    server = start_server(worker_command=CACHING).wait_ready()
+    browser.open(server.url)
+    complete(server.url, RULES)
+    says(browser, "#advice", "Nothing stands out in the last 1 request.")
+    complete(server.url, RULES)
+    says(browser, "#advice", "Nothing stands out in the last 2 requests.")
+
+
 def test_without_a_prefix_cache_computed_tokens_are_shown_all_the_same(browser: Browser, start_server: Any) -> None:
     server = start_server(worker_command=CACHING, config={"enable_prefix_caching": False}).wait_ready()
     browser.open(server.url)
