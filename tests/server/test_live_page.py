@@ -232,6 +232,10 @@ def test_the_tree_is_walked_with_the_keyboard(browser: Browser, start_server: An
     assert focused("data-node") not in (first, box, "")
     browser.press(Keys.ARROW_UP)
     assert focused("data-node") == box
+    browser.run("document.activeElement.classList.add('locked', 'others', 'small')")
+    assert browser.run("getComputedStyle(document.activeElement.firstChild).stroke") == browser.run(
+        "getComputedStyle(document.body).color"
+    )
     browser.press(Keys.ESCAPE, Keys.ESCAPE)
     assert focused("aria-label").startswith("all workers: ")
     is_quiet_and_alone(browser, server.url)
