@@ -255,8 +255,10 @@ function showTree(snapshot) {
 
 // --- going on
 
-function showStatus(text, kind) {
-  byId("status").textContent = text;
+// Screen readers say every change of the state; the time since the start would have them speak each second.
+function showStatus(text, kind, uptime = "") {
+  if (byId("state").textContent !== text) byId("state").textContent = text;
+  byId("uptime").textContent = uptime;
   byId("status").className = kind;
 }
 
@@ -266,7 +268,7 @@ async function refreshData() {
   byId("main").hidden = false;
   byId("model").textContent = data.model;
   document.title = `radixkv · ${data.model}`;
-  showStatus(`${data.status === "ok" ? "up" : data.status} ${duration(data.uptime_s)}`, data.status);
+  showStatus(data.status === "ok" ? "up" : data.status, data.status, duration(data.uptime_s));
   showSeries(data);
   showTotals(data);
   showAdvice(data);

@@ -302,6 +302,22 @@ def test_without_a_prefix_cache_computed_tokens_are_shown_all_the_same(browser: 
     assert "unexplained" in browser.run("document.getElementById('sources-bar').getAttribute('aria-label')")
 
 
+def test_only_another_state_of_the_server_is_said_to_screen_readers(browser: Browser, start_server: Any) -> None:
+    browser.open(start_server(worker_command=CACHING).wait_ready().url)
+    says(browser, "#status", "up ")
+    browser.run(
+        "void new MutationObserver(() => (window.said = true)).observe(document.querySelector('[role=status]'), "
+        "{ childList: true, characterData: true, subtree: true })"
+    )
+    shown = browser.text("#status")
+
+    def goes_on() -> None:
+        assert browser.text("#status") != shown
+
+    eventually(goes_on)
+    assert not browser.run("window.said")
+
+
 def test_an_axis_ends_a_little_above_all_values(browser: Browser, start_server: Any) -> None:
     browser.open(start_server(worker_command=CACHING).wait_ready().url)
     script = """
