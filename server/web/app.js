@@ -33,7 +33,7 @@ const charts = {
     "Cache blocks",
     [{ name: "locked", kind: "locked" }, { name: "cached", kind: "cached" }],
     whole,
-    { stacked: true, height: 84 },
+    { stacked: true, height: 94 },
   ),
 };
 const tree = new Icicle(byId("tree"), showCrumbs);

@@ -302,6 +302,23 @@ def test_without_a_prefix_cache_computed_tokens_are_shown_all_the_same(browser: 
     assert "unexplained" in browser.run("document.getElementById('sources-bar').getAttribute('aria-label')")
 
 
+def test_an_axis_says_where_it_ends_above_the_line(browser: Browser, start_server: Any) -> None:
+    browser.open(start_server(worker_command=CACHING).wait_ready().url)
+    script = """
+        const done = arguments[0];
+        import("/web/chart.js").then(({ Chart }) => {
+          const element = document.getElementById("speed-chart");
+          const chart = new Chart(element, "Share", [{ name: "share", kind: "main" }], String, { most: 1 });
+          document.getElementById("main").hidden = false;
+          chart.show([Array(300).fill(1)]);
+          const [line, label] = chart.picture.querySelectorAll("path, text:last-of-type");
+          done([label.getBoundingClientRect().bottom, line.getBoundingClientRect().top]);
+        });
+    """
+    label, line = browser.driver.execute_async_script(script)
+    assert label <= line
+
+
 def test_only_another_state_of_the_server_is_said_to_screen_readers(browser: Browser, start_server: Any) -> None:
     browser.open(start_server(worker_command=CACHING).wait_ready().url)
     says(browser, "#status", "up ")
