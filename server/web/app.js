@@ -67,7 +67,7 @@ function showSeries({ series, now, requests }) {
   const mostly = (hit) => requests.filter((each) => 2 * each.cached_tokens >= each.prompt_tokens === hit).map((each) => each.first_token_seconds);
   const [hits, misses] = [median(mostly(true)), median(mostly(false))];
   byId("ttft-sub").textContent =
-    hits !== null && misses !== null ? `mean; cached ${seconds(hits)}, not ${seconds(misses)}` : "mean, last minute";
+    hits !== null && misses !== null ? `mean; medians: cached ${seconds(hits)}, not ${seconds(misses)}` : "mean, last minute";
   byId("speed").textContent = speed(sum(series.generated_tokens.slice(-11, -1)) / 10);
   const ten = (name) => trailing(series[name], 10);
   charts.hitRate.show([ratio(ten("cached_tokens"), ten("prompt_tokens"))]);
