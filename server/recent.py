@@ -39,7 +39,9 @@ class Recent:
             return await self._of(list(self._frontend.activity.requests), stats)
 
     async def advice(self, stats: Mapping[str, Any]) -> list[Advice]:
-        """From the last 100 requests, or from a little earlier ones where that takes long."""
+        """From the last 100 requests, or from a little earlier ones where that takes long or a report is being made."""
+        if self._lock.locked():
+            return self._advice
         async with self._lock:
             num_requests, started = self._frontend.activity.num_requests, time.monotonic()
             if num_requests != self._advised_at and started >= self._next:
