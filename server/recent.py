@@ -70,13 +70,17 @@ class Recent:
 def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
     """What ``/metrics`` counts, under the names of ``Engine.stats()``, whose counters are those of workers that may be young."""
     missed = dict(activity.missed)
-    elsewhere = stats.get("missed_tokens", {}).get("namespace", 0)
-    for reason in ("new", "diverged"):  # a request's own reasons don't tell of other namespaces, and the workers' do
-        moved = min(elsewhere, max(0, missed.get(reason, 0) - stats["missed_tokens"][reason])) if elsewhere else 0
-        if moved:
-            missed[reason] -= moved
-            missed["namespace"] = missed.get("namespace", 0) + moved
-            elsewhere -= moved
+    of_workers = stats.get("missed_tokens", {})
+    elsewhere = of_workers.get("namespace", 0)
+    # A request's own reasons don't tell of other namespaces, and the workers' do.  As they count requests, too, that have no first
+    # token or never got one, what they have moved from a reason can't be seen where that is more: then from whatever there is.
+    for counted in (of_workers, {}):
+        for reason in ("new", "diverged"):
+            moved = min(elsewhere, max(0, missed.get(reason, 0) - counted.get(reason, 0)))
+            if moved:
+                missed[reason] -= moved
+                missed["namespace"] = missed.get("namespace", 0) + moved
+                elsewhere -= moved
     return activity.totals | {
         "requests": activity.num_requests,
         "missed_tokens": missed,

@@ -16,7 +16,7 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.cache.snapshot import SnapshotNode
 from radixkv.server.activity import SECONDS, Activity
-from radixkv.server.recent import Recent
+from radixkv.server.recent import Recent, since_start
 from radixkv.server.timeline import SPANS, Timeline
 from radixkv.server.use_times import UseTimes
 
@@ -112,6 +112,16 @@ def test_ages_begin_anew_with_an_engine_that_does():
 
 def node_used(age: int | None) -> SnapshotNode:
     return SnapshotNode("segment", "id", -1, 0, 1, 1, 0, 0, 1, age, False, "", [])
+
+
+@pytest.mark.parametrize("never_began", [0, 50, 5000])
+def test_requests_that_never_began_hide_nothing_of_what_other_namespaces_have(never_began: int):
+    activity = Activity()
+    activity.began("a", "team", range(300), 0, {"new": 300}, None, 0.5)
+    activity.began("b", "team", range(300), 100, {"diverged": 200}, None, 0.5)
+    of_workers = {"new": 220 + never_began, "diverged": 200, "namespace": 80}
+    missed = since_start(activity, {"missed_tokens": of_workers})["missed_tokens"]
+    assert missed == {"new": 220, "diverged": 200, "namespace": 80}
 
 
 def test_an_open_page_does_not_wait_for_a_report(monkeypatch: pytest.MonkeyPatch):
