@@ -12,6 +12,8 @@ from radixkv.report.savings import Part, Waits
 from radixkv.report.tokens_text import printable
 from radixkv.report.workload import WorkloadReport
 
+MOST_NAMESPACES = 1000
+"""Of a log that has a salt for each user there may be as many as requests."""
 _ID_LENGTH = 12
 
 
@@ -29,7 +31,7 @@ def workload_page(report: WorkloadReport) -> Page:
             Section("Which prefixes earn it", tables=[prefixes(report)]),
             Section("Where the misses went", tables=[_reasons(report), *places(report)]),
             what_to_do(report),
-            Section("By namespace", tables=[parts("Namespaces, the largest first", "namespace", report.namespaces)]),
+            Section("By namespace", tables=[_namespaces(report)]),
             Section("Over time", tables=[parts("By arrival", "from (h:min:s)", report.over_time)]),
             Section("Hit rate over cache size", curve=report.curve),
         ],
@@ -132,6 +134,13 @@ def parts(caption: str, heading: str, those: Sequence[Part]) -> Table:
         why = "" if most is None else f"{most[0]}: {most[1]:,}"
         rows.append([_name(part.name), part.requests, part.prompt_tokens, part.cached_tokens, part.hit_rate, why])
     return Table(caption, [heading, "requests", "prompt tokens", "cached", "hit rate", "most missed"], rows)
+
+
+def _namespaces(report: WorkloadReport) -> Table:
+    shown = report.namespaces[:MOST_NAMESPACES]
+    more = len(report.namespaces) - len(shown)
+    caption = "Namespaces, the largest first" + (f"; {more:,} smaller ones are in --json" if more else "")
+    return parts(caption, "namespace", shown)
 
 
 def _short(request_id: str) -> str:

@@ -459,6 +459,17 @@ def test_a_table_has_a_row_for_each_namespace_whose_columns_add_up() -> None:
     assert "<table>" in report._repr_html_()
 
 
+def test_the_page_of_a_log_with_a_salt_for_each_request_stays_small() -> None:
+    log = Log()
+    for i in range(1200):
+        log.ask(numbers(i, 20 + i % 2), namespace=f"salt-{i:016}")
+    report = log.report()
+    page = html_page(workload_page(report))
+    assert len(report.to_dict()["namespaces"]) == 1200
+    assert page.count('<td class="words">salt-') < 1100
+    assert "200 smaller ones are in --json" in page
+
+
 @pytest.mark.skipif(not SHARED_TRACE.exists(), reason="../shared/traces is not here")
 def test_the_page_of_the_public_trace_is_under_two_megabytes() -> None:
     report = WorkloadReport.of(read_records(SHARED_TRACE), SHARED_TRACE.name, capacity_blocks=10_000)
