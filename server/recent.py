@@ -11,6 +11,7 @@ from typing import Any
 from radixkv.report.advice import Advice
 from radixkv.report.logged_request import LoggedRequest
 from radixkv.report.other_namespaces import with_other_namespaces
+from radixkv.report.page import counted
 from radixkv.report.tokens_text import Show, Tokens, printable
 from radixkv.report.workload import WorkloadReport
 from radixkv.server.activity import Activity, RecentRequest
@@ -74,9 +75,9 @@ def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
     elsewhere = of_workers.get("namespace", 0)
     # A request's own reasons don't tell of other namespaces, and the workers' do.  As they count requests, too, that have no first
     # token or never got one, what they have moved from a reason can't be seen where that is more: then from whatever there is.
-    for counted in (of_workers, {}):
+    for theirs in (of_workers, {}):
         for reason in ("new", "diverged"):
-            moved = min(elsewhere, max(0, missed.get(reason, 0) - counted.get(reason, 0)))
+            moved = min(elsewhere, max(0, missed.get(reason, 0) - theirs.get(reason, 0)))
             if moved:
                 missed[reason] -= moved
                 missed["namespace"] = missed.get("namespace", 0) + moved
@@ -93,7 +94,7 @@ def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
 
 def _report(requests: Sequence[RecentRequest], stats: Mapping[str, Any], model: str, show: Show | None) -> WorkloadReport:
     lines = with_other_namespaces(as_logged(requests, stats, model))
-    return WorkloadReport.of(lines, f"the last {len(lines):,} requests", show=show)
+    return WorkloadReport.of(lines, f"the last {counted(len(lines), 'request')}", show=show)
 
 
 def as_logged(requests: Sequence[RecentRequest], stats: Mapping[str, Any], model: str) -> list[LoggedRequest]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from radixkv.report.advice import Advice
 from radixkv.report.curve_report import percent
-from radixkv.report.page import Cell, Page, Section, Table
+from radixkv.report.page import Cell, Page, Section, Table, counted
 from radixkv.report.reasons import MEANING
 from radixkv.report.savings import Part, Waits
 from radixkv.report.tokens_text import printable
@@ -24,7 +24,7 @@ def workload_page(report: WorkloadReport) -> Page:
         title=f"Prefix cache report: {report.source}",
         summary=(
             f"{what.capitalize()} saved {percent(saving.hit_rate)} of the prefill: {saving.cached_tokens:,} of "
-            f"{saving.prompt_tokens:,} prompt tokens of {saving.requests:,} requests."
+            f"{saving.prompt_tokens:,} prompt tokens of {counted(saving.requests, 'request')}."
         ),
         sections=[
             Section("What the cache saved", [*_saved(report)], waits(report)),
@@ -53,11 +53,11 @@ def _saved(report: WorkloadReport) -> Iterator[str]:
             "request's first one (least squares)."
         )
     if report.not_begun:
-        yield f"{report.not_begun:,} requests ended before their first token; they are in no other number."
+        yield f"Ended before a first token, and in no other number: {counted(report.not_begun, 'request')}."
     if report.errors:
         yield "Not finished: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.errors.items())) + "."
     if report.dropped:
-        yield f"{report.dropped:,} requests are missing from the log, which could not be written fast enough."
+        yield f"Missing from the log, which could not be written fast enough: {counted(report.dropped, 'request')}."
 
 
 def waits(report: WorkloadReport) -> list[Table]:

@@ -299,6 +299,16 @@ def test_evictions_that_the_requests_alone_would_not_cause_are_said_without_a_si
     assert "can't tell" in predicted.arithmetic
 
 
+def test_one_request_is_spoken_of_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log()
+    log.ask(numbers(1, 40))
+    lost = msgspec.structs.replace(log.lines[0], cached_tokens=None, missed={}, error="aborted", dropped=1)
+    Console(width=160).print(WorkloadReport.of([*log.lines, lost], "the log"))
+    text = capsys.readouterr().out
+    assert "40 prompt tokens of 1 request." in text
+    assert text.count(": 1 request.") == 2
+
+
 def test_a_server_that_caches_nothing_is_told_what_caching_would_find() -> None:
     log, prompt = Log(), numbers(1, 64)
     for i in range(4):
