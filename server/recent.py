@@ -71,11 +71,12 @@ class Recent:
 def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
     """What ``/metrics`` counts, under the names of ``Engine.stats()``, whose counters are those of workers that may be young."""
     missed = dict(activity.missed)
-    of_workers = stats.get("missed_tokens", {})
+    of_workers: Mapping[str, int] = stats.get("missed_tokens", {})
+    none: Mapping[str, int] = {}
     elsewhere = of_workers.get("namespace", 0)
     # A request's own reasons don't tell of other namespaces, and the workers' do.  As they count requests, too, that have no first
     # token or never got one, what they have moved from a reason can't be seen where that is more: then from whatever there is.
-    for theirs in (of_workers, {}):
+    for theirs in (of_workers, none):
         for reason in ("new", "diverged"):
             moved = min(elsewhere, max(0, missed.get(reason, 0) - theirs.get(reason, 0)))
             if moved:
