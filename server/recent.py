@@ -11,6 +11,7 @@ from typing import Any
 from radixkv.report.advice import Advice
 from radixkv.report.logged_request import LoggedRequest
 from radixkv.report.other_namespaces import with_other_namespaces
+from radixkv.report.page import counted
 from radixkv.report.tokens_text import Show, Tokens, printable
 from radixkv.report.workload import WorkloadReport
 from radixkv.server.activity import Activity, RecentRequest
@@ -39,7 +40,9 @@ class Recent:
             return await self._of(list(self._frontend.activity.requests), stats)
 
     async def advice(self, stats: Mapping[str, Any]) -> list[Advice]:
-        """From the last 100 requests, or from a little earlier ones where that takes long."""
+        """From the last 100 requests, or from a little earlier ones where that takes long or a report is being made."""
+        if self._lock.locked():
+            return self._advice
         async with self._lock:
             num_requests, started = self._frontend.activity.num_requests, time.monotonic()
             if num_requests != self._advised_at and started >= self._next:
@@ -68,13 +71,18 @@ class Recent:
 def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
     """What ``/metrics`` counts, under the names of ``Engine.stats()``, whose counters are those of workers that may be young."""
     missed = dict(activity.missed)
-    elsewhere = stats.get("missed_tokens", {}).get("namespace", 0)
-    for reason in ("new", "diverged"):  # a request's own reasons don't tell of other namespaces, and the workers' do
-        moved = min(elsewhere, max(0, missed.get(reason, 0) - stats["missed_tokens"][reason])) if elsewhere else 0
-        if moved:
-            missed[reason] -= moved
-            missed["namespace"] = missed.get("namespace", 0) + moved
-            elsewhere -= moved
+    of_workers: Mapping[str, int] = stats.get("missed_tokens", {})
+    none: Mapping[str, int] = {}
+    elsewhere = of_workers.get("namespace", 0)
+    # A request's own reasons don't tell of other namespaces, and the workers' do.  As they count requests, too, that have no first
+    # token or never got one, what they have moved from a reason can't be seen where that is more: then from whatever there is.
+    for theirs in (of_workers, none):
+        for reason in ("new", "diverged"):
+            moved = min(elsewhere, max(0, missed.get(reason, 0) - theirs.get(reason, 0)))
+            if moved:
+                missed[reason] -= moved
+                missed["namespace"] = missed.get("namespace", 0) + moved
+                elsewhere -= moved
     return activity.totals | {
         "requests": activity.num_requests,
         "missed_tokens": missed,
@@ -87,7 +95,7 @@ def since_start(activity: Activity, stats: Mapping[str, Any]) -> dict[str, Any]:
 
 def _report(requests: Sequence[RecentRequest], stats: Mapping[str, Any], model: str, show: Show | None) -> WorkloadReport:
     lines = with_other_namespaces(as_logged(requests, stats, model))
-    return WorkloadReport.of(lines, f"the last {len(lines):,} requests", show=show)
+    return WorkloadReport.of(lines, f"the last {counted(len(lines), 'request')}", show=show)
 
 
 def as_logged(requests: Sequence[RecentRequest], stats: Mapping[str, Any], model: str) -> list[LoggedRequest]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from radixkv.report.kv_size import KVSize
 from radixkv.report.stack_distance import HitCurve
+from radixkv.report.tokens_text import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +44,7 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
     knee: CurvePoint | None
     """The smallest that reaches 80 % of those hits; None where nothing is ever hit."""
     rows: list[CurvePoint]
-    """Round capacities, the knee, the reachable and today's: for a table.  None where nothing is ever hit."""
+    """Round capacities, the knee, the reachable and today's: for a table.  Empty where nothing is ever hit."""
     points: list[CurvePoint]
     """A few hundred capacities at most, evenly spread on a logarithmic scale: for a picture."""
     seconds: float
@@ -98,7 +99,9 @@ class CurveReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.knee is None:
             return "No block of this trace is used twice: no cache of any size would hit."
         blocks = self.knee.capacity_blocks
-        of_model = "" if self.kv is None else f" for {self.kv.model} ({self.kv.bytes_per_token:,} bytes a token in {self.kv.dtype})"
+        of_model = ""
+        if self.kv is not None:
+            of_model = f" for {printable(self.kv.model)} ({self.kv.bytes_per_token:,} bytes a token in {self.kv.dtype})"
         return (
             f"{_KNEE} of the reachable hits need {blocks:,} blocks of {self.block_size:,} tokens = {self.size(blocks)}{of_model}."
         )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from radixkv.report.curve_report import percent
-from radixkv.report.page import Cell, Page, Section, Table
+from radixkv.report.miss_places import UNEXPLAINED
+from radixkv.report.page import Cell, Page, Section, Table, counted
 from radixkv.report.reasons import MEANING
 from radixkv.report.report import Report
 from radixkv.report.tokens_text import printable
@@ -16,16 +17,16 @@ from radixkv.report.workload_page import parts, places, prefixes, waits, what_to
 
 def live_page(report: Report) -> Page:
     recent = report.recent
-    counted = Section("Where the misses went", tables=[_reasons(report)])
+    misses = Section("Where the misses went", tables=[_reasons(report)])
     namespaces = Section("By namespace", tables=[_namespaces(report)])
     if recent is None:
-        sections = [Section("What the cache saved", [*_saved(report)]), counted, namespaces]
+        sections = [Section("What the cache saved", [*_saved(report)]), misses, namespaces]
     else:
         advice = what_to_do(recent)
         sections = [
             Section("What the cache saved", [*_saved(report), _what_is_recent(report, recent)], _labelled(waits(recent), recent)),
             Section("Which prefixes earn it", tables=_labelled([prefixes(recent)], recent)),
-            replace(counted, tables=[*counted.tables, *_labelled(places(recent), recent)]),
+            replace(misses, tables=[*misses.tables, *_labelled(places(recent), recent)]),
             replace(advice, sentences=[f"Computed from {_those(recent)}.", *advice.sentences]),
             namespaces,
             Section("Over time", tables=[parts("Since the start", "from (h:min:s)", report.over_time)]),
@@ -35,14 +36,14 @@ def live_page(report: Report) -> Page:
         title=f"Prefix cache report: {printable(report.model)}",
         summary=(
             f"The cache saved {percent(report.hit_rate)} of the prefill: {report.hit_tokens:,} of {report.prompt_tokens:,} prompt "
-            f"tokens of {report.requests:,} requests."
+            f"tokens of {counted(report.requests, 'request')}."
         ),
         sections=sections,
     )
 
 
 def _those(recent: WorkloadReport) -> str:
-    return f"the last {recent.saving.requests:,} requests"
+    return f"the last {counted(recent.saving.requests, 'request')}"
 
 
 def _labelled(tables: Sequence[Table], recent: WorkloadReport) -> list[Table]:
@@ -52,8 +53,8 @@ def _labelled(tables: Sequence[Table], recent: WorkloadReport) -> list[Table]:
 def _what_is_recent(report: Report, recent: WorkloadReport) -> str:
     saving = recent.saving
     return (
-        f"Totals are since the start, {report.uptime_s:,.0f} s ago. The server remembers its newest requests' prompts "
-        f"only: {_those(recent)} have {saving.prompt_tokens:,} prompt tokens, of which {saving.cached_tokens:,} were cached "
+        f"Totals are since the start, {report.uptime_s:,.0f} s ago. The server remembers its newest requests' prompts only. "
+        f"In {_those(recent)} there are {saving.prompt_tokens:,} prompt tokens, of which {saving.cached_tokens:,} were cached "
         f"({percent(saving.hit_rate)})."
     )
 
@@ -74,7 +75,9 @@ def _saved(report: Report) -> Iterator[str]:
 
 
 def _reasons(report: Report) -> Table:
-    missed = sorted(((count, reason) for reason, count in report.missed_tokens.items() if count), reverse=True)
+    unexplained = report.prompt_tokens - report.hit_tokens - sum(report.missed_tokens.values())
+    counts = {**report.missed_tokens, UNEXPLAINED: unexplained}
+    missed = sorted(((count, reason) for reason, count in counts.items() if count), reverse=True)
     total = max(report.prompt_tokens, 1)
     return Table(
         "Computed prompt tokens by reason",

@@ -9,6 +9,7 @@ import msgspec
 
 VERSION = 1
 """Of the format.  It changes where a field changes its meaning or goes; fields may be added without."""
+_LARGEST_TOKEN_ID = 2**31 - 1
 
 
 class LoggedRequest(msgspec.Struct, kw_only=True, gc=False):
@@ -51,8 +52,13 @@ class LoggedRequest(msgspec.Struct, kw_only=True, gc=False):
             ("prompt_tokens", self.prompt_tokens, 1),
             ("output_tokens", self.output_tokens, 0),
             ("block_size", self.block_size, 1),
+            ("cached_tokens", self.cached_tokens, 0),
+            ("cache_blocks", self.cache_blocks, 1),
+            ("kv_bytes_per_token", self.kv_bytes_per_token, 1),
+            ("dropped", self.dropped, 0),
+            *((f"missed.{reason}", count, 0) for reason, count in self.missed.items()),
         ):
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{field}: must be at least {least}, got {value}")
         blocks = self.prompt_tokens // self.block_size
         if len(self.block_hashes) != blocks:
@@ -60,8 +66,12 @@ class LoggedRequest(msgspec.Struct, kw_only=True, gc=False):
                 f"block_hashes: {self.prompt_tokens} prompt tokens have {blocks} whole blocks of {self.block_size}, "
                 f"got {len(self.block_hashes)} hashes"
             )
-        if self.token_ids is not msgspec.UNSET and len(self.token_ids) != self.prompt_tokens:
-            raise ValueError(f"token_ids: must be prompt_tokens={self.prompt_tokens} of them, got {len(self.token_ids)}")
+        if self.token_ids is not msgspec.UNSET:
+            if len(self.token_ids) != self.prompt_tokens:
+                raise ValueError(f"token_ids: must be prompt_tokens={self.prompt_tokens} of them, got {len(self.token_ids)}")
+            for worst in (min(self.token_ids), max(self.token_ids)):
+                if not 0 <= worst <= _LARGEST_TOKEN_ID:
+                    raise ValueError(f"token_ids: must be between 0 and {_LARGEST_TOKEN_ID}, got {worst}")
         if self.cached_tokens is not None and self.cached_tokens + sum(self.missed.values()) > self.prompt_tokens:
             raise ValueError(
                 f"missed: {self.cached_tokens} cached and {sum(self.missed.values())} missed tokens are more than "

@@ -35,6 +35,11 @@ class Page:
     sections: Sequence[Section]
 
 
+def counted(number: int, noun: str) -> str:
+    """1 request, 2 requests."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def cell_text(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from radixkv.report.savings import Part
+from radixkv.report.tokens_text import printable
 from radixkv.report.workload import WorkloadReport
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         mebibytes = used * blocks.bytes_each / 2**20
         summary = Table.grid(padding=(0, 2))
         for name, value in (
-            ("model", f"{escape(self.model)}, up {_duration(self.uptime_s)}"),
+            ("model", f"{escape(printable(self.model))}, up {_duration(self.uptime_s)}"),
             ("requests", f"{self.requests:,}, {self.generated_tokens:,} tokens generated, {self.preemptions:,} preemptions"),
             ("prompt tokens", f"{self.prompt_tokens:,}"),
             ("hit tokens", f"{self.hit_tokens:,}"),
@@ -183,7 +184,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         )
         for name, n in sorted(self.namespaces.items(), key=lambda item: -item[1].prompt_tokens)[:MAX_ROWS]:
             counts = (f"{count:,}" for count in (n.requests, n.prompt_tokens, n.hit_tokens))
-            table.add_row(escape(name) or "[dim](default)[/]", *counts, f"{n.hit_rate:.1%}")
+            table.add_row(escape(printable(name)) or "[dim](default)[/]", *counts, f"{n.hit_rate:.1%}")
         hidden = len(self.namespaces) - MAX_ROWS
         return Group(summary, table, f"[dim]and {hidden:,} smaller namespaces[/]") if hidden > 0 else Group(summary, table)
 

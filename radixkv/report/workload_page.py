@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from radixkv.report.advice import Advice
 from radixkv.report.curve_report import percent
-from radixkv.report.page import Cell, Page, Section, Table
+from radixkv.report.page import Cell, Page, Section, Table, counted
 from radixkv.report.reasons import MEANING
 from radixkv.report.savings import Part, Waits
 from radixkv.report.tokens_text import printable
 from radixkv.report.workload import WorkloadReport
 
+MOST_NAMESPACES = 1000
+"""Of a log that has a salt for each user there may be as many as requests."""
 _ID_LENGTH = 12
 
 
@@ -22,14 +24,14 @@ def workload_page(report: WorkloadReport) -> Page:
         title=f"Prefix cache report: {report.source}",
         summary=(
             f"{what.capitalize()} saved {percent(saving.hit_rate)} of the prefill: {saving.cached_tokens:,} of "
-            f"{saving.prompt_tokens:,} prompt tokens of {saving.requests:,} requests."
+            f"{saving.prompt_tokens:,} prompt tokens of {counted(saving.requests, 'request')}."
         ),
         sections=[
             Section("What the cache saved", [*_saved(report)], waits(report)),
             Section("Which prefixes earn it", tables=[prefixes(report)]),
             Section("Where the misses went", tables=[_reasons(report), *places(report)]),
             what_to_do(report),
-            Section("By namespace", tables=[parts("Namespaces, the largest first", "namespace", report.namespaces)]),
+            Section("By namespace", tables=[_namespaces(report)]),
             Section("Over time", tables=[parts("By arrival", "from (h:min:s)", report.over_time)]),
             Section("Hit rate over cache size", curve=report.curve),
         ],
@@ -51,11 +53,11 @@ def _saved(report: WorkloadReport) -> Iterator[str]:
             "request's first one (least squares)."
         )
     if report.not_begun:
-        yield f"{report.not_begun:,} requests ended before their first token; they are in no other number."
+        yield f"Ended before a first token, and in no other number: {counted(report.not_begun, 'request')}."
     if report.errors:
         yield "Not finished: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.errors.items())) + "."
     if report.dropped:
-        yield f"{report.dropped:,} requests are missing from the log, which could not be written fast enough."
+        yield f"Missing from the log, which could not be written fast enough: {counted(report.dropped, 'request')}."
 
 
 def waits(report: WorkloadReport) -> list[Table]:
@@ -132,6 +134,13 @@ def parts(caption: str, heading: str, those: Sequence[Part]) -> Table:
         why = "" if most is None else f"{most[0]}: {most[1]:,}"
         rows.append([_name(part.name), part.requests, part.prompt_tokens, part.cached_tokens, part.hit_rate, why])
     return Table(caption, [heading, "requests", "prompt tokens", "cached", "hit rate", "most missed"], rows)
+
+
+def _namespaces(report: WorkloadReport) -> Table:
+    shown = report.namespaces[:MOST_NAMESPACES]
+    more = len(report.namespaces) - len(shown)
+    caption = "Namespaces, the largest first" + (f"; {more:,} smaller ones are in --json" if more else "")
+    return parts(caption, "namespace", shown)
 
 
 def _short(request_id: str) -> str:

@@ -33,7 +33,7 @@ const charts = {
     "Cache blocks",
     [{ name: "locked", kind: "locked" }, { name: "cached", kind: "cached" }],
     whole,
-    { stacked: true, height: 84 },
+    { stacked: true, height: 94 },
   ),
 };
 const tree = new Icicle(byId("tree"), showCrumbs);
@@ -67,7 +67,7 @@ function showSeries({ series, now, requests }) {
   const mostly = (hit) => requests.filter((each) => 2 * each.cached_tokens >= each.prompt_tokens === hit).map((each) => each.first_token_seconds);
   const [hits, misses] = [median(mostly(true)), median(mostly(false))];
   byId("ttft-sub").textContent =
-    hits !== null && misses !== null ? `mean; cached ${seconds(hits)}, not ${seconds(misses)}` : "mean, last minute";
+    hits !== null && misses !== null ? `mean; medians: cached ${seconds(hits)}, not ${seconds(misses)}` : "mean, last minute";
   byId("speed").textContent = speed(sum(series.generated_tokens.slice(-11, -1)) / 10);
   const ten = (name) => trailing(series[name], 10);
   charts.hitRate.show([ratio(ten("cached_tokens"), ten("prompt_tokens"))]);
@@ -90,7 +90,16 @@ function showTotals({ totals, now, missed }) {
     element.textContent = whole(values[element.dataset.metric]);
   }
   const computed = Object.entries(REASONS).map(([reason, [name, why]]) => ({ kind: reason, name, why, value: missed[reason] ?? 0 }));
-  showBar("sources", [{ kind: "hit", name: "from the cache", value: totals.cached_tokens }, ...computed], "tokens");
+  const unexplained = totals.prompt_tokens - totals.cached_tokens - sum(computed.map(({ value }) => value));
+  showBar(
+    "sources",
+    [
+      { kind: "hit", name: "from the cache", value: totals.cached_tokens },
+      ...computed,
+      { kind: "unexplained", name: "unexplained", why: "the server runs without prefix caching", value: unexplained },
+    ],
+    "tokens",
+  );
   showBar(
     "blocks",
     [
@@ -132,7 +141,7 @@ function showBar(id, parts, unit) {
 // --- advice
 
 function showAdvice({ advice, requests, show_prompts: shown }) {
-  const key = JSON.stringify([advice, requests.length > 0]);
+  const key = JSON.stringify([advice, requests.length]);
   if (key === adviceShown) return;
   adviceShown = key;
   if (!advice.length) {
@@ -246,8 +255,10 @@ function showTree(snapshot) {
 
 // --- going on
 
-function showStatus(text, kind) {
-  byId("status").textContent = text;
+// Screen readers say every change of the state; the time since the start would have them speak each second.
+function showStatus(text, kind, uptime = "") {
+  if (byId("state").textContent !== text) byId("state").textContent = text;
+  byId("uptime").textContent = uptime;
   byId("status").className = kind;
 }
 
@@ -257,7 +268,7 @@ async function refreshData() {
   byId("main").hidden = false;
   byId("model").textContent = data.model;
   document.title = `radixkv · ${data.model}`;
-  showStatus(`${data.status === "ok" ? "up" : data.status} ${duration(data.uptime_s)}`, data.status);
+  showStatus(data.status === "ok" ? "up" : data.status, data.status, duration(data.uptime_s));
   showSeries(data);
   showTotals(data);
   showAdvice(data);

@@ -2,12 +2,12 @@
 
 import { html, svg } from "./dom.js";
 
-const TOP = 8;
+const TOP = 18; // room for the axis' end, above all lines
 const BOTTOM = 16;
 
 export class Chart {
   // `lines` are {name, kind} from the bottom up; `kind` is the class that colours them.  `format` turns a value into text.
-  constructor(element, title, lines, format, { stacked = false, most = null, height = 92 } = {}) {
+  constructor(element, title, lines, format, { stacked = false, most = null, height = 102 } = {}) {
     Object.assign(this, { element, title, lines, format, stacked, most, height });
     this.values = lines.map(() => []);
     this.pointed = null;
@@ -55,7 +55,7 @@ export class Chart {
       ),
       svg("text", { class: "axis", x: 0, y: this.height - 3 }, `${Math.round(length / 60)} min ago`),
       svg("text", { class: "axis end", x: width, y: this.height - 3 }, "now"),
-      svg("text", { class: "axis end", x: width, y: y(most) + 11 }, this.format(most)),
+      svg("text", { class: "axis end", x: width, y: y(most) - 5 }, this.format(most)),
     );
     this.readout.textContent = "";
     if (this.pointed !== null && this.pointed >= 0 && this.pointed < length) {

@@ -125,6 +125,13 @@ def test_many_namespaces_are_cut_to_the_largest_with_a_count_of_the_rest() -> No
     assert "and 10 smaller namespaces" in text
 
 
+def test_names_can_not_command_the_terminal() -> None:
+    namespaces = {"a\x1b[31m": STATS["namespaces"][""], "tenant-b": STATS["namespaces"]["tenant-b"]}
+    text = str(Report.from_stats({**STATS, "model": "m\x1b]0;title\x07", "namespaces": namespaces}))
+    assert not {"\x1b", "\x07"} & set(text)
+    assert r"a\x1b[31m" in text
+
+
 def test_misses_by_reason_are_shown_the_largest_first() -> None:
     report = Report.from_stats({**STATS, "missed_tokens": {"new": 100, "evicted": 400, "in_flight": 0}})
     assert "400 evicted, 100 new" in str(report)

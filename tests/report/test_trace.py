@@ -79,6 +79,13 @@ def test_a_request_log_is_known_by_its_first_line_and_put_in_the_order_of_arriva
         ({**LOG, "namespace": None}, ["namespace", "str", "null"]),
         ({**LOG, "version": 2}, ["version", "2"]),
         ({**LOG, "token_ids": [1]}, ["token_ids", "prompt_tokens=40", "got 1"]),
+        ({**LOG, "token_ids": [*range(39), -1]}, ["token_ids", "between 0 and 2147483647", "-1"]),
+        ({**LOG, "token_ids": [*range(39), 2**31]}, ["token_ids", "between 0 and 2147483647", "2147483648"]),
+        ({**LOG, "cached_tokens": -1}, ["cached_tokens", "at least 0", "-1"]),
+        ({**LOG, "missed": {"new": -1}}, ["missed.new", "at least 0", "-1"]),
+        ({**LOG, "cache_blocks": 0}, ["cache_blocks", "at least 1", "0"]),
+        ({**LOG, "kv_bytes_per_token": 0}, ["kv_bytes_per_token", "at least 1", "0"]),
+        ({**LOG, "dropped": -1}, ["dropped", "at least 0", "-1"]),
         ({**LOG, "cached_tokens": 30, "missed": {"new": 11}}, ["missed", "30 cached and 11 missed", "prompt_tokens=40"]),
     ],
 )

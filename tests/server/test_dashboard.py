@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.cache.snapshot import SnapshotNode
 from radixkv.server.activity import SECONDS, Activity
+from radixkv.server.recent import Recent, since_start
 from radixkv.server.timeline import SPANS, Timeline
 from radixkv.server.use_times import UseTimes
 
@@ -108,6 +112,35 @@ def test_ages_begin_anew_with_an_engine_that_does():
 
 def node_used(age: int | None) -> SnapshotNode:
     return SnapshotNode("segment", "id", -1, 0, 1, 1, 0, 0, 1, age, False, "", [])
+
+
+@pytest.mark.parametrize("never_began", [0, 50, 5000])
+def test_requests_that_never_began_hide_nothing_of_what_other_namespaces_have(never_began: int):
+    activity = Activity()
+    activity.began("a", "team", range(300), 0, {"new": 300}, None, 0.5)
+    activity.began("b", "team", range(300), 100, {"diverged": 200}, None, 0.5)
+    of_workers = {"new": 220 + never_began, "diverged": 200, "namespace": 80}
+    missed = since_start(activity, {"missed_tokens": of_workers})["missed_tokens"]
+    assert missed == {"new": 220, "diverged": 200, "namespace": 80}
+
+
+def test_an_open_page_does_not_wait_for_a_report(monkeypatch: pytest.MonkeyPatch):
+    may_end = threading.Event()
+    monkeypatch.setattr("radixkv.server.recent._report", lambda *_: may_end.wait())
+    activity = Activity()
+    activity.began("a", "", range(100), 40, {"new": 60}, None, 0.5)
+    recent = Recent(SimpleNamespace(activity=activity, model="m", show_prompts=False))  # type: ignore[arg-type]
+
+    async def look() -> object:
+        report = asyncio.create_task(recent.report({}))
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(recent.advice({}), 5)
+        finally:
+            may_end.set()
+            await report
+
+    assert asyncio.run(look()) == []
 
 
 # --- routes -------------------------------------------------------------------------------------------------------------------

@@ -232,6 +232,10 @@ def test_the_tree_is_walked_with_the_keyboard(browser: Browser, start_server: An
     assert focused("data-node") not in (first, box, "")
     browser.press(Keys.ARROW_UP)
     assert focused("data-node") == box
+    browser.run("document.activeElement.classList.add('locked', 'others', 'small')")
+    assert browser.run("getComputedStyle(document.activeElement.firstChild).stroke") == browser.run(
+        "getComputedStyle(document.body).color"
+    )
     browser.press(Keys.ESCAPE, Keys.ESCAPE)
     assert focused("aria-label").startswith("all workers: ")
     is_quiet_and_alone(browser, server.url)
@@ -277,6 +281,58 @@ def test_a_narrow_screen_needs_no_scrolling_sideways_and_colours_follow_the_syst
     unnamed = "[...document.querySelectorAll('svg, .bar')].filter((it) => !it.ariaLabel && !it.getAttribute('aria-label')).length"
     assert browser.run(unnamed) == 0
     is_quiet_and_alone(browser, server.url)
+
+
+def test_where_nothing_is_to_be_done_it_says_for_how_many_requests(browser: Browser, start_server: Any) -> None:
+    server = start_server(worker_command=CACHING).wait_ready()
+    browser.open(server.url)
+    complete(server.url, RULES)
+    says(browser, "#advice", "Nothing stands out in the last 1 request.")
+    complete(server.url, RULES)
+    says(browser, "#advice", "Nothing stands out in the last 2 requests.")
+
+
+def test_without_a_prefix_cache_computed_tokens_are_shown_all_the_same(browser: Browser, start_server: Any) -> None:
+    server = start_server(worker_command=CACHING, config={"enable_prefix_caching": False}).wait_ready()
+    browser.open(server.url)
+    says(browser, "#advice", "No requests yet")
+    complete(server.url, RULES)
+    says(browser, "#sources-legend", "unexplained")
+    assert browser.number("#sources-legend [data-part=unexplained]") == browser.number("[data-metric=prompt_tokens]") > 0
+    assert "unexplained" in browser.run("document.getElementById('sources-bar').getAttribute('aria-label')")
+
+
+def test_an_axis_says_where_it_ends_above_the_line(browser: Browser, start_server: Any) -> None:
+    browser.open(start_server(worker_command=CACHING).wait_ready().url)
+    script = """
+        const done = arguments[0];
+        import("/web/chart.js").then(({ Chart }) => {
+          const element = document.getElementById("speed-chart");
+          const chart = new Chart(element, "Share", [{ name: "share", kind: "main" }], String, { most: 1 });
+          document.getElementById("main").hidden = false;
+          chart.show([Array(300).fill(1)]);
+          const [line, label] = chart.picture.querySelectorAll("path, text:last-of-type");
+          done([label.getBoundingClientRect().bottom, line.getBoundingClientRect().top]);
+        });
+    """
+    label, line = browser.driver.execute_async_script(script)
+    assert label <= line
+
+
+def test_only_another_state_of_the_server_is_said_to_screen_readers(browser: Browser, start_server: Any) -> None:
+    browser.open(start_server(worker_command=CACHING).wait_ready().url)
+    says(browser, "#status", "up ")
+    browser.run(
+        "void new MutationObserver(() => (window.said = true)).observe(document.querySelector('[role=status]'), "
+        "{ childList: true, characterData: true, subtree: true })"
+    )
+    shown = browser.text("#status")
+
+    def goes_on() -> None:
+        assert browser.text("#status") != shown
+
+    eventually(goes_on)
+    assert not browser.run("window.said")
 
 
 def test_an_axis_ends_a_little_above_all_values(browser: Browser, start_server: Any) -> None:

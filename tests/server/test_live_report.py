@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -157,6 +158,16 @@ def test_text_and_page_answer_in_order_and_say_what_is_of_recent_requests_only(
         assert "of the last " in answer
         assert "another namespace has it" in answer
     assert "today: 128 blocks" in page
+
+
+def test_without_a_prefix_cache_all_prompt_tokens_are_missed_unexplained(
+    start_server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = start_server(worker_command=CACHING, config={"enable_prefix_caching": False}).wait_ready().url
+    complete(url, numbers(1, 100))
+    assert main(["report", url]) == 0
+    reasons = capsys.readouterr().out.partition("Where the misses went")[2].partition("Worst places")[0]
+    assert re.search(r"unexplained\W+100\W+100\.0 %", reasons)
 
 
 def test_only_who_may_see_all_namespaces_gets_it(
