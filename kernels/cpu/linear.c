@@ -45,8 +45,9 @@ void radixkv_pack_quantized(const uint16_t *scales, const uint16_t *offsets, con
             ((uint16_t *)group)[column] = scales[n * groups + g];
             if (bits == 4) ((uint16_t *)group)[TILE + column] = offsets[n * groups + g];
             for (long k = 0; k < GROUP; k++) {
-                long pair = k / 2, lane = 2 * column + k % 2, in_word = 32 / bits;
-                ((uint32_t *)words)[pair / in_word * PAIR_ROW + lane] |= (uint32_t)codes[n * K + g * GROUP + k] << pair % in_word * bits;
+                uint32_t code = codes[n * K + g * GROUP + k], *word = (uint32_t *)words;
+                if (bits == 4) word[word_of_code(column, k)] |= code << bit_of_code(column, k);
+                else word[k / 8 * PAIR_ROW + 2 * column + k % 2] |= code << k / 2 % 4 * 8;
             }
         }
 }
@@ -163,7 +164,9 @@ static void linear_item(void *context, long item, int thread) {
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
     float *c = l->scratch + thread * l->scratch_floats, *up = c + rows * tiles * TILE;
     bf16 *widened = (bf16 *)(c + l->c_floats);
+    int *turned = (int *)c;
     if (l->on_tiles) {
+        if (l->turned && !*turned) *turned = 1, linear_turn(l, widened);
         linear_on_matrix_tiles(l, widened, row, rows, tile, tiles);
         return;
     }
@@ -211,7 +214,8 @@ static void run(struct linear l, int threads) {
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
     int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
-    l.c_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
+    l.turned = l.on_tiles && l.bits == 4 && l.M <= 2 * TILE_ROWS;
+    l.c_floats = l.on_tiles ? 16 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
     l.scratch_floats = l.c_floats + (!l.bits ? 0 : l.on_tiles ? 2 * l.depth * TILE / 2 : KC * WIDE(MAX_MR) * TILE / 2);
     l.scratch = scratch((l.scratch_floats * threads + (widen ? l.M * l.K : pad ? l.M * l.depth / 2 : 0)) * sizeof(float));
     if (widen || pad) {
@@ -219,6 +223,7 @@ static void run(struct linear l, int threads) {
         l.a = l.scratch + l.scratch_floats * threads;
         parallel_for((l.M + 7) / 8, l.M * l.K < 65536 ? 1 : threads, widen ? widen_item : pad_item, &l);
     }
+    for (int t = 0; l.turned && t < threads; t++) *(int *)(l.scratch + t * l.scratch_floats) = 0;
     parallel_for(l.tile_items * row_items, threads, linear_item, &l);
 }
 
