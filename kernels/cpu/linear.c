@@ -157,10 +157,16 @@ static void multiply(const struct linear *l, float *c, long row, long rows, long
     }
 }
 
+/* The first tile of an item: on matrix tiles items are as even as pairs of tiles can be, so that each thread's share of them is, too. */
+static long item_start(const struct linear *l, long item) {
+    long tile = l->on_tiles ? (l->tiles + 1) / 2 * item / l->tile_items * 2 : item * l->tiles_per_item;
+    return tile < l->tiles ? tile : l->tiles;
+}
+
 static void linear_item(void *context, long item, int thread) {
     const struct linear *l = context;
-    long tile = item % l->tile_items * l->tiles_per_item, row = item / l->tile_items * l->rows_per_item;
-    long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
+    long column = item % l->tile_items, tile = item_start(l, column), tiles = item_start(l, column + 1) - tile;
+    long row = item / l->tile_items * l->rows_per_item;
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
     float *c = l->scratch + thread * l->scratch_floats, *up = c + rows * tiles * TILE;
     bf16 *widened = (bf16 *)(c + l->c_floats);
@@ -213,6 +219,7 @@ static void run(struct linear l, int threads) {
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
+    if (l.on_tiles && l.tile_items > 1) l.tile_items = (l.tile_items + threads - 1) / threads * threads;
     int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
     l.turned = l.on_tiles && l.bits == 4 && l.M <= 2 * TILE_ROWS;
     l.c_floats = l.on_tiles ? 16 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
