@@ -219,7 +219,7 @@ static void run(struct linear l, int threads) {
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
-    if (l.on_tiles && l.tile_items > 1) l.tile_items = (l.tile_items + threads - 1) / threads * threads;
+    if (l.on_tiles && l.tile_items > 1 && row_items % threads) l.tile_items = (l.tile_items + threads - 1) / threads * threads;
     int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
     l.turned = l.on_tiles && l.bits == 4 && l.M <= 2 * TILE_ROWS;
     l.c_floats = l.on_tiles ? 16 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
