@@ -16,6 +16,7 @@
 #define MC 144
 #define AHEAD 8192 /* bytes */
 #define MC_TILES 256 /* rows of an item on matrix tiles */
+#define TURNED_ROWS 64 /* at most: each 32 widen the weight for themselves */
 #define STREAM_DEPTH 64 /* of a quantized weight that few rows pass by: it is used once, from L1 */
 
 static long packed_depth(long K, int half) { return half ? (K + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH : K; }
@@ -157,7 +158,7 @@ static void multiply(const struct linear *l, float *c, long row, long rows, long
     }
 }
 
-/* The first tile of an item: on matrix tiles items are as even as pairs of tiles can be, so that each thread's share of them is, too. */
+/* The first tile of an item: on matrix tiles items are as even as pairs of tiles can be, so that the threads' shares are, too. */
 static long item_start(const struct linear *l, long item) {
     long tile = l->on_tiles ? (l->tiles + 1) / 2 * item / l->tile_items * 2 : item * l->tiles_per_item;
     return tile < l->tiles ? tile : l->tiles;
@@ -221,9 +222,9 @@ static void run(struct linear l, int threads) {
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
     if (l.on_tiles && l.tile_items > 1 && row_items % threads) l.tile_items = (l.tile_items + threads - 1) / threads * threads;
     int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
-    l.turned = l.on_tiles && l.bits == 4 && l.M <= 2 * TILE_ROWS;
+    l.turned = l.on_tiles && l.bits == 4 && l.M <= TURNED_ROWS;
     l.c_floats = l.on_tiles ? 16 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
-    l.scratch_floats = l.c_floats + (!l.bits ? 0 : l.on_tiles ? 2 * l.depth * TILE / 2 : KC * WIDE(MAX_MR) * TILE / 2);
+    l.scratch_floats = l.c_floats + (!l.bits ? 0 : l.on_tiles ? (l.turned ? TURNED_ROWS : 2 * TILE) * l.depth / 2 : KC * WIDE(MAX_MR) * TILE / 2);
     l.scratch = scratch((l.scratch_floats * threads + (widen ? l.M * l.K : pad ? l.M * l.depth / 2 : 0)) * sizeof(float));
     if (widen || pad) {
         l.lda = widen ? l.K : l.depth;

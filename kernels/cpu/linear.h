@@ -19,7 +19,7 @@ struct linear {
     long c_floats, scratch_floats;
 };
 
-/* x for a product on matrix tiles that is `turned`: for each 16 rows [depth / 2][16][2], at most two times. */
+/* x for a product on matrix tiles that is `turned`: for each 16 rows [depth / 2][16][2]. */
 void linear_turn(const struct linear *l, bf16 *turned);
 
 /* An item of bfloat16 on matrix tiles: `rows` rows from `row`, `tiles` tiles of the output from `tile`; `scratch` holds x if that is turned,

@@ -1,7 +1,7 @@
 /* linear.c's items on matrix tiles: the whole inner dimension in registers, 32 rows by 2 tiles, or up to 16 rows by 4.
 
-   The weight is B, and x is A.  Of 4 bits, where it is widened for these rows alone, it is A: an output's inputs lie side by side then, which
-   are widened faster; x, turned once for each thread, is B.  An instruction's sum is the same either way. */
+   The weight is B, and x is A.  If rows are few a weight of 4 bits is A, because it is widened faster with an output's inputs side by side,
+   and x, turned once by each thread, is B.  An instruction's sum is the same either way. */
 #include "linear.h"
 
 #include "gemm.h"
@@ -189,7 +189,7 @@ void linear_on_matrix_tiles(const struct linear *l, bf16 *scratch, long row, lon
                 widen_groups(l->bits, b[i], l->depth / GROUP, n * l->tile_bytes, to);
                 b[i] = (const char *)to;
             }
-            for (long m = 0; m < whole; m += block) compute(l, b, scratch, row + m, block, t, n);
+            for (long m = 0; m < whole; m += block) compute(l, b, scratch + (row + m) * l->depth, row + m, block, t, n);
         }
     }
     tile_release();

@@ -71,10 +71,10 @@ INLINE vu load_codes(const char *codes, int quad, int v) {
     __m512i first = _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)word));
     return (vu)_mm512_mask_broadcastq_epi64(first, 0xf0, _mm_loadl_epi64((const __m128i *)(word + 64))) >> shift;
 #else
-    uint64_t of[2];
-    long_vu words;
-    memcpy(of, word, 8), memcpy(of + 1, word + 64 * (VL > 8), 8);
-    UNROLL for (int i = 0; i < VL / 2; i++) words[i] = of[i / 4];
+    uint64_t first, second;
+    memcpy(&first, word, 8), memcpy(&second, word + 64 * (VL > 8), 8);
+    long_vu words = (long_vu){0} + first;
+    UNROLL for (int i = 4; i < VL / 2; i++) words[i] = second;
     return (vu)words >> shift;
 #endif
 }
