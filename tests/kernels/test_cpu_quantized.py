@@ -12,7 +12,7 @@ from radixkv.kernels import cpu
 from radixkv.kernels.quantized import QuantizedWeight, concatenate
 
 pytestmark = pytest.mark.usefixtures("native")
-# Around the number of rows of a panel, of a matrix tile, of two, of four (the most for which a 4-bit weight is the first operand), of an item.
+# Around the rows of a panel, of one matrix tile, of two and four (then the weight is another operand), and of an item of work.
 ROWS = (1, 2, 4, 6, 7, 16, 17, 31, 32, 33, 48, 64, 65, 150, 300)
 
 
