@@ -16,6 +16,7 @@
 #define MC 144
 #define AHEAD 8192 /* bytes */
 #define MC_TILES 256 /* rows of an item on matrix tiles */
+#define TURNED_ROWS 64 /* at most: each 32 widen the weight for themselves */
 #define STREAM_DEPTH 64 /* of a quantized weight that few rows pass by: it is used once, from L1 */
 
 static long packed_depth(long K, int half) { return half ? (K + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH : K; }
@@ -45,8 +46,9 @@ void radixkv_pack_quantized(const uint16_t *scales, const uint16_t *offsets, con
             ((uint16_t *)group)[column] = scales[n * groups + g];
             if (bits == 4) ((uint16_t *)group)[TILE + column] = offsets[n * groups + g];
             for (long k = 0; k < GROUP; k++) {
-                long pair = k / 2, lane = 2 * column + k % 2, in_word = 32 / bits;
-                ((uint32_t *)words)[pair / in_word * PAIR_ROW + lane] |= (uint32_t)codes[n * K + g * GROUP + k] << pair % in_word * bits;
+                uint32_t code = codes[n * K + g * GROUP + k], *word = (uint32_t *)words;
+                if (bits == 4) word[word_of_code(column, k)] |= code << bit_of_code(column, k);
+                else word[k / 8 * PAIR_ROW + 2 * column + k % 2] |= code << k / 2 % 4 * 8;
             }
         }
 }
@@ -156,14 +158,22 @@ static void multiply(const struct linear *l, float *c, long row, long rows, long
     }
 }
 
+/* The first tile of an item: on matrix tiles items are as even as pairs of tiles can be, so that the threads' shares are, too. */
+static long item_start(const struct linear *l, long item) {
+    long tile = l->on_tiles ? (l->tiles + 1) / 2 * item / l->tile_items * 2 : item * l->tiles_per_item;
+    return tile < l->tiles ? tile : l->tiles;
+}
+
 static void linear_item(void *context, long item, int thread) {
     const struct linear *l = context;
-    long tile = item % l->tile_items * l->tiles_per_item, row = item / l->tile_items * l->rows_per_item;
-    long tiles = l->tiles - tile < l->tiles_per_item ? l->tiles - tile : l->tiles_per_item;
+    long column = item % l->tile_items, tile = item_start(l, column), tiles = item_start(l, column + 1) - tile;
+    long row = item / l->tile_items * l->rows_per_item;
     long rows = l->M - row < l->rows_per_item ? l->M - row : l->rows_per_item;
     float *c = l->scratch + thread * l->scratch_floats, *up = c + rows * tiles * TILE;
     bf16 *widened = (bf16 *)(c + l->c_floats);
+    int *turned = (int *)c;
     if (l->on_tiles) {
+        if (l->turned && !*turned) *turned = 1, linear_turn(l, widened);
         linear_on_matrix_tiles(l, widened, row, rows, tile, tiles);
         return;
     }
@@ -210,15 +220,18 @@ static void run(struct linear l, int threads) {
     l.tiles_per_item = share < 4 ? 4 : share > 16 ? 16 : share / 4 * 4;
     if (threads == 1 || l.tiles_per_item > l.tiles) l.tiles_per_item = l.tiles < 16 ? l.tiles : 16;
     l.tile_items = (l.tiles + l.tiles_per_item - 1) / l.tiles_per_item;
+    if (l.on_tiles && l.tile_items > 1 && row_items % threads) l.tile_items = (l.tile_items + threads - 1) / threads * threads;
     int widen = l.half && !DOT_PAIRS && !l.on_tiles, pad = l.on_tiles && l.depth > l.K;
-    l.c_floats = l.on_tiles ? 0 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
-    l.scratch_floats = l.c_floats + (!l.bits ? 0 : l.on_tiles ? 2 * l.depth * TILE / 2 : KC * WIDE(MAX_MR) * TILE / 2);
+    l.turned = l.on_tiles && l.bits == 4 && l.M <= TURNED_ROWS;
+    l.c_floats = l.on_tiles ? 16 : l.rows_per_item * l.tiles_per_item * TILE * (l.gated ? 2 : 1);
+    l.scratch_floats = l.c_floats + (!l.bits ? 0 : l.on_tiles ? (l.turned ? TURNED_ROWS : 2 * TILE) * l.depth / 2 : KC * WIDE(MAX_MR) * TILE / 2);
     l.scratch = scratch((l.scratch_floats * threads + (widen ? l.M * l.K : pad ? l.M * l.depth / 2 : 0)) * sizeof(float));
     if (widen || pad) {
         l.lda = widen ? l.K : l.depth;
         l.a = l.scratch + l.scratch_floats * threads;
         parallel_for((l.M + 7) / 8, l.M * l.K < 65536 ? 1 : threads, widen ? widen_item : pad_item, &l);
     }
+    for (int t = 0; l.turned && t < threads; t++) *(int *)(l.scratch + t * l.scratch_floats) = 0;
     parallel_for(l.tile_items * row_items, threads, linear_item, &l);
 }
 

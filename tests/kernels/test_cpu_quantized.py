@@ -12,8 +12,8 @@ from radixkv.kernels import cpu
 from radixkv.kernels.quantized import QuantizedWeight, concatenate
 
 pytestmark = pytest.mark.usefixtures("native")
-# Around the number of rows of a panel, of a matrix tile, of two, and of an item of work.
-ROWS = (1, 2, 4, 6, 7, 16, 17, 31, 32, 33, 48, 150, 300)
+# Around the rows of a panel, of one matrix tile, of two and four (then the weight is another operand), and of an item of work.
+ROWS = (1, 2, 4, 6, 7, 16, 17, 31, 32, 33, 48, 64, 65, 150, 300)
 
 
 def make(bits: int, outputs: int, inputs: int, seed: int = 0) -> QuantizedWeight:
@@ -66,6 +66,7 @@ def test_a_quantized_product_has_the_bits_of_the_widened_one(bits: int, outputs:
     ("-DVBYTES=64", "-DMATRIX_TILES=0"),
     ("-DVBYTES=64", "-DMATRIX_TILES=0", "-DDOT_PAIRS=1"),
     ("-DVBYTES=64", "-DEMULATE_TILES", "-DDOT_PAIRS=1"),
+    ("-DVBYTES=32", "-DEMULATE_TILES", "-DDOT_PAIRS=1"),
 ])  # fmt: skip
 def test_the_same_at_every_vector_width_and_on_matrix_tiles(
     bits: int, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
