@@ -51,7 +51,7 @@ def print_steps(console: Console, figures: dict[str, Any]) -> None:
     console.print(
         "with arrivals: the mean of all steps; at 256 sequences about one request a step arrives, and one is admitted. cache: the "
         "calls of the cache within schedule and outputs, timed in a run of its own. argmax: the search of float32 logits, "
-        f"running x {figures['vocab']:,}, in one thread: the device's arithmetic, bound by memory, and not in the sum."
+        f"running x {figures['vocab']:,}, in all threads: the device's arithmetic, bound by memory, and not in the sum."
     )
 
 
