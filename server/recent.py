@@ -19,7 +19,7 @@ from radixkv.server.frontend import Frontend
 
 ADVISED = 100
 """Sequences that the live page's advice is computed from, the newest ones."""
-BUSY_SHARE = 0.02
+BUSY_SHARE = 0.005
 """Of the time, what is spent on advice for a page that is open."""
 
 
