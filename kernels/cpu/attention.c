@@ -15,6 +15,7 @@
 #include "matrix_tiles.h"
 #include "operations.h"
 #include "parallel.h"
+#include "upcoming.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -24,6 +25,7 @@
    elsewhere bfloat16 keys and values are widened to the float32 of queries and weights. */
 #define NARROW(half) ((half) && DOT_PAIRS)
 #define SOFTMAX_ROWS 4 /* at a time */
+#define SIDE_BY_SIDE 4 /* tiles fetched by turns */
 
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
     void *q;
@@ -32,6 +34,7 @@ struct work { /* one thread's scratch: for all rows of an item, and for the rows
     void *weights; /* [rows][CHUNK]: the scores' own memory, or bfloat16 */
     void *gathered;
     bf16 *padded; /* a tile of v: see tile_values */
+    struct upcoming *upcoming;
 };
 
 static size_t work_layout(struct work *w, char *base, const struct attention *a) {
@@ -53,6 +56,7 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     else w->weights = w->scores;
     TAKE(w->gathered, CHUNK * dim * (half ? 2 : 4));
     if (a->on_tiles) { TAKE(w->padded, TILE * dim * 2); }
+    TAKE(w->upcoming, sizeof *w->upcoming);
 #undef TAKE
     return used;
 }
@@ -172,7 +176,8 @@ static void value_panel(int half, long rows, int begin, const void *p, const voi
 
 /* Turns the first limits[r] scores of each row, times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0.
    Several rows at a time, because each one's sum and maximum are chains of operations that wait for one another. */
-INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float scale, const long *limits, long used, float *largest, float *sum) {
+INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float scale, const long *limits, long used, float *largest, float *sum,
+                         struct upcoming *upcoming) {
     vf most[SOFTMAX_ROWS], other[SOFTMAX_ROWS], total[SOFTMAX_ROWS], top[SOFTMAX_ROWS];
     long end = 0;
     UNROLL for (int r = 0; r < R; r++) end = limits[r] > end ? limits[r] : end;
@@ -190,7 +195,8 @@ INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float 
         largest[r] = vmax_lanes(vmax(most[r], other[r])) * scale;
         top[r] = vset(-largest[r]);
     }
-    for (long t = 0; t < end; t += 2 * VL)
+    for (long t = 0; t < end; t += 2 * VL) {
+        fetch_upcoming(upcoming, 3);
         UNROLL for (int r = 0; r < R; r++) {
             vf p = vexp2_of(vfma(vload(scores + r * CHUNK + t), vset(scale), top[r]), narrow);
             vf next = vexp2_of(vfma(vload(scores + r * CHUNK + t + VL), vset(scale), top[r]), narrow);
@@ -199,6 +205,7 @@ INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float 
             total[r] += p;
             total[r] += next;
         }
+    }
     UNROLL for (int r = 0; r < R; r++) {
         for (long t = end; t < used; t += VL) store_from_float(weights, r * CHUNK + t, vset(0), narrow);
         sum[r] = vsum(total[r]);
@@ -241,9 +248,14 @@ static long visible(const struct attention *a, const struct query *queries, long
     return most;
 }
 
-/* Their first lines; with those under way the CPU fetches the others unasked, and asking for each costs more than it gains. */
-static void fetch_starts(const void *const *tiles, long count) {
-    for (long n = 0; n < count; n++) for (long byte = 0; byte < 256; byte += 64) FETCH((const char *)tiles[n] + byte);
+/* Tiles of bfloat16 that are read next. */
+static void fetch_tiles(const void *const *tiles, long count, long dim) {
+    for (long n = 0; n < count; n++) for (long byte = 0; byte < TILE * dim * 2; byte += 64) FETCH((const char *)tiles[n] + byte);
+}
+
+/* Whether a tile's keys and values come from there.  The tiles of one prefill read the same ones after each other: those are in cache. */
+static int from_memory(const struct attention *a, const struct tile *tile) {
+    return a->on_tiles && (tile->count == 1 || a->queries[tile->first].sequence != a->queries[tile->first + tile->count - 1].sequence);
 }
 
 /* Partial results of rows begin .. stop - 1 of a tile for `heads` heads from `head` on and the chunk at `start`.  Values go to
@@ -259,8 +271,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     int direct = a->layout.tile == TILE;
     long most = a->on_tiles ? TILE_ROWS : MAX_MR; /* rows in a panel */
     long wide = a->on_tiles && heads == 1 ? CHUNK_TILES : WIDE(MAX_MR); /* tiles of keys at a time */
-    /* The tiles of one prefill read the same keys one after the other, and so do a piece's later rows: those are in cache. */
-    int several = a->on_tiles && (tile->count == 1 || queries[0].sequence != queries[tile->count - 1].sequence);
+    int unread = from_memory(a, tile);
     /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile, one over all; several heads, too, as theirs lie side by side and memory
        is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
 #define PANELS(p)                                                                                                                 \
@@ -270,7 +281,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         if (!meets(p, a->group, begin, stop)) continue;
         long tiles = (p->to - p->from + TILE - 1) / TILE;
-        int fetch = several && p->first * a->group >= begin;
+        int fetch = unread && p->first * a->group >= begin; /* not what an earlier panel has read */
         find_tiles(a, w, queries, p, head, 0, k);
         if (direct) find_tiles(a, w, queries, p, head, 1, v);
         for (long t = 0; t < tiles; t += wide) {
@@ -285,8 +296,8 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
                                                              : tiles_of_head[n];
                     long at = h * all_rows + row;
                     float *scores = w->scores + (at - begin) * CHUNK + p->from - start + t * TILE;
-                    if (fetch && i < 2) fetch_starts(ahead, step);
-                    if (a->on_tiles) tile_scores(end - row, (const bf16 *)w->q + at * dim, dim, tiles_of_head, step, scores, CHUNK);
+                    if (fetch && i < 2) fetch_tiles(ahead, step, dim);
+                    if (a->on_tiles) tile_scores(end - row, (const bf16 *)w->q + at * dim, dim, tiles_of_head, step, scores, CHUNK, w->upcoming);
                     else score_panel(half, end - row, element(w->q, at * dim, narrow), dim, tiles_of_head, ahead, step, scores);
                 }
             }
@@ -306,8 +317,8 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
             }
             if (a->on_tiles && row == begin + TILE_ROWS / 2) tiles_stay_awake();
 #define CASE(R)                                                                                                                   \
-    narrow ? softmax_rows(R, 1, scores, weights, scale, limits, used, largest, sum)                                               \
-           : softmax_rows(R, 0, scores, weights, scale, limits, used, largest, sum)
+    narrow ? softmax_rows(R, 1, scores, weights, scale, limits, used, largest, sum, w->upcoming)                                  \
+           : softmax_rows(R, 0, scores, weights, scale, limits, used, largest, sum, w->upcoming)
             switch (n) {
             case 4: CASE(4); break;
             case 3: CASE(3); break;
@@ -324,7 +335,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         if (!meets(p, a->group, begin, stop)) continue;
         find_tiles(a, w, queries, p, head, 1, v);
-        int fetch = several && p->first * a->group >= begin;
+        int fetch = unread && p->first * a->group >= begin; /* not what an earlier panel has read */
         long length = p->to - p->from, step = heads > 1 && dim % TILE == 0 ? WIDE(MAX_MR) * TILE : CHUNK; /* tokens; see value_panel */
         for (long t = 0; t < length; t += step)
             for (long h = 0; h < heads; h++) {
@@ -339,8 +350,8 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
                     long valid = to > from ? to - from : 0;
                     const void *weights = element(w->weights, (at - begin) * CHUNK + from - start, narrow);
                     float *to_values = values + h * value_stride + row * dim;
-                    if (fetch && !i && t + step < length) fetch_starts(ahead, panel_count(at_most(step, length - t - step), TILE));
-                    if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values);
+                    if (fetch && !i && t + step < length) fetch_tiles(ahead, panel_count(at_most(step, length - t - step), TILE), dim);
+                    if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values, w->upcoming);
                     else value_panel(half, end - row, from == start, weights, tiles_of_head, ahead, valid, dim, to_values);
                 }
             }
@@ -373,6 +384,32 @@ static void load_queries(const struct attention *a, const struct tile *tile, lon
     }
 }
 
+/* What the item after `chunk` of item `index` reads: its next chunk, or the first one of the next item, which this thread takes if no
+   other is faster. */
+static void look_ahead(const struct attention *a, const struct work *w, long index, long chunk) {
+    const struct item *item = a->items + index;
+    struct upcoming *u = w->upcoming;
+    u->next = u->count = 0;
+    if (++chunk == item->end_chunk) {
+        if (++index == a->item_count) return;
+        chunk = (++item)->first_chunk;
+    }
+    const struct tile *tile = a->tiles + item->tile;
+    if (!from_memory(a, tile) || item->heads > 1 || a->layout.tile != TILE) return;
+    struct piece pieces[2 * ROWS];
+    const struct query *queries = a->queries + tile->first;
+    long start = chunk * CHUNK, count = find_pieces(queries, 0, tile->count, start, start + CHUNK, pieces, 0), bytes = TILE * a->layout.dim * 2;
+    for (int of_values = 0; of_values < 2; of_values++)
+        for (const struct piece *p = pieces; p < pieces + count; p++) {
+            const void *tiles[CHUNK_TILES];
+            long n = (p->to - p->from + TILE - 1) / TILE;
+            find_tiles(a, w, queries, p, item->first_head, of_values, tiles);
+            for (long t = 0; t < n; t += SIDE_BY_SIDE)
+                for (long byte = 0; byte < bytes; byte += UPCOMING_STEP)
+                    for (long i = t; i < t + SIDE_BY_SIDE && i < n && u->count < UPCOMING_LINES; i++) u->lines[u->count++] = (const char *)tiles[i] + byte;
+        }
+}
+
 static void attention_item(void *context, long index, int thread) {
     const struct attention *a = context;
     const struct item *item = a->items + index;
@@ -381,10 +418,13 @@ static void attention_item(void *context, long index, int thread) {
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
     for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
-    memset(w.total, 0, item->heads * rows * dim * sizeof(float));
-    for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
+    if (tile->partial < 0) {
+        memset(w.total, 0, item->heads * rows * dim * sizeof(float));
+        for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
+    }
     for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++) {
         struct piece pieces[2 * ROWS];
+        look_ahead(a, &w, index, chunk);
         long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
         long partial = tile->partial + (item->first_head * tile->chunks + chunk) * rows, of_head = tile->chunks * rows;
         if (tile->partial < 0) {
@@ -407,21 +447,23 @@ static void attention_item(void *context, long index, int thread) {
                 finish_row(a, item->first_head + h, tile, row, w.total + (h * rows + row) * dim, w.total_sum[h * stride + row]);
 }
 
+/* A register of rows of a tile for a head. */
 static void merge_item(void *context, long index, int thread) {
     const struct attention *a = context;
-    const struct tile *tile = a->tiles + index / a->layout.heads;
-    if (tile->partial < 0) return;
-    long head = index % a->layout.heads, dim = a->layout.dim, rows = tile->count * a->group;
+    const struct tile *tile = a->tiles + index / a->merge_panels / a->layout.heads;
+    long head = index / a->merge_panels % a->layout.heads, first = index % a->merge_panels * VL, dim = a->layout.dim;
+    long all = tile->count * a->group, rows = at_most(all - first, VL);
+    if (tile->partial < 0 || rows <= 0) return;
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
     memset(w.total, 0, rows * dim * sizeof(float));
-    for (long row = 0; row < rows; row++) w.total_largest[row] = -INFINITY, w.total_sum[row] = 0;
+    for (long row = 0; row < VL; row++) w.total_largest[row] = -INFINITY, w.total_sum[row] = 0;
     for (long chunk = 0; chunk < tile->chunks; chunk++) {
-        long at = tile->partial + (head * tile->chunks + chunk) * rows;
+        long at = tile->partial + (head * tile->chunks + chunk) * all + first;
         merge_rows(&w, rows, w.total, w.total_largest, w.total_sum, a->partial_values + at * dim, a->partial_largest + at, a->partial_sum + at,
                    dim);
     }
-    for (long row = 0; row < rows; row++) finish_row(a, head, tile, row, w.total + row * dim, w.total_sum[row]);
+    for (long row = 0; row < rows; row++) finish_row(a, head, tile, first + row, w.total + row * dim, w.total_sum[row]);
 }
 
 /* q [tokens, heads, dim] with rows q_row apart; out the same, contiguous; heads = kv_heads * group.  starts [sequences + 1],
@@ -443,7 +485,8 @@ void radixkv_paged_attention(const void *q, long q_row, const void *k_cache, con
     a.partial_largest = a.partial_values + a.partial_rows * dim;
     a.partial_sum = a.partial_largest + a.partial_rows + VL;
     parallel_for(a.item_count, threads, attention_item, &a);
-    if (a.partial_rows) parallel_for(a.tile_count * kv_heads, threads, merge_item, &a);
+    a.merge_panels = (a.max_rows + VL - 1) / VL;
+    if (a.partial_rows) parallel_for(a.tile_count * kv_heads * a.merge_panels, threads, merge_item, &a);
     free(a.items);
     free(a.queries);
 }

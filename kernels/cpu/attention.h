@@ -36,6 +36,7 @@ struct attention {
     struct tile *tiles;
     struct item *items;
     long query_count, tile_count, item_count, max_rows; /* max_rows: of an item, times its heads */
+    long merge_panels; /* of a tile's rows, at most, a register each */
     char *thread_scratch;
     size_t thread_bytes;
     long partial_rows; /* of all split tiles: [KV head][chunk][row] */

@@ -30,11 +30,12 @@ void tiles_done(void) {
 #define STORE(n) if (NT > n) tile_store(n, c + n * TILE, stride * 4);
 
 /* The queries of HELD steps stay in registers 1 .. 4 while all keys pass, which pass L1 by: the scores are to stay there. */
-INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long count, float *c, long stride) {
+INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long count, float *c, long stride, struct upcoming *upcoming) {
 #define HOLD(n, a) if (HELD > n) tile_load(a, q + n * 32, dim * 2);
 #define STEP(n, a) if (HELD > n) { tile_stream(5, (const bf16 *)k[t] + n * 32 * TILE, 64); tile_multiply(0, a, 5); }
     HOLD(0, 1) HOLD(1, 2) HOLD(2, 3) HOLD(3, 4)
     for (long t = 0; t < count; t++) {
+        fetch_upcoming(upcoming, 1);
         tile_zero(0);
         STEP(0, 1) STEP(1, 2) STEP(2, 3) STEP(3, 4)
         tile_store(0, c + t * TILE, stride * 4);
@@ -54,18 +55,19 @@ static void score_any(const bf16 *q, long dim, const void *const *k, long count,
     }
 }
 
-void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride) {
+void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride, struct upcoming *upcoming) {
     configure(rows);
     switch (dim) {
-    case 32: score(1, q, dim, k, count, scores, stride); break;
-    case 64: score(2, q, dim, k, count, scores, stride); break;
-    case 96: score(3, q, dim, k, count, scores, stride); break;
-    case 128: score(4, q, dim, k, count, scores, stride); break;
+    case 32: score(1, q, dim, k, count, scores, stride, upcoming); break;
+    case 64: score(2, q, dim, k, count, scores, stride, upcoming); break;
+    case 96: score(3, q, dim, k, count, scores, stride, upcoming); break;
+    case 128: score(4, q, dim, k, count, scores, stride, upcoming); break;
     default: score_any(q, dim, k, count, scores, stride);
     }
 }
 
-INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *const *v, const bf16 *last, long whole, long dim, float *c) {
+INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *const *v, const bf16 *last, long whole, long dim, float *c,
+                  struct upcoming *upcoming) {
 #define LOAD(n) if (NT > n) tile_load(n, c + n * TILE, dim * 4);
     if (begin) { ZERO(0) ZERO(1) ZERO(2) ZERO(3) }
     else { LOAD(0) LOAD(1) LOAD(2) LOAD(3) }
@@ -73,6 +75,7 @@ INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *con
 #define STEP(n) if (NT > n) { tile_stream(7, b + n * 2 * TILE, dim * 4); tile_multiply(n, 6, 7); }
     for (long t = 0; t < whole + (last != 0); t++) {
         const bf16 *b = t < whole ? v[t] : last;
+        fetch_upcoming(upcoming, 1);
         tile_load(6, p + t * TILE, stride * 2);
         STEP(0) STEP(1) STEP(2) STEP(3)
     }
@@ -81,7 +84,8 @@ INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *con
     STORE(0) STORE(1) STORE(2) STORE(3)
 }
 
-void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values) {
+void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values,
+                 struct upcoming *upcoming) {
     configure(rows);
     long whole = valid / TILE, rest = valid % TILE;
     if (rest) { /* what nobody wrote may be anything, and 0 times that is not 0 */
@@ -96,7 +100,7 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
     do {                                                                                                                          \
         const void *from[16];                                                                                                     \
         for (long t = 0; t < whole; t++) from[t] = (const bf16 *)v[t] + 2 * d;                                                    \
-        value(NT, begin, p, stride, from, last ? last + 2 * d : 0, whole, dim, values + d);                                       \
+        value(NT, begin, p, stride, from, last ? last + 2 * d : 0, whole, dim, values + d, upcoming);                             \
     } while (0)
     for (; d + 4 * TILE <= dim; d += 4 * TILE) VALUE(4);
     if (dim - d == 3 * TILE) VALUE(3);
@@ -107,11 +111,12 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
 
 #else
 
-void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride) {
-    (void)rows, (void)q, (void)dim, (void)k, (void)count, (void)scores, (void)stride;
+void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride, struct upcoming *upcoming) {
+    (void)rows, (void)q, (void)dim, (void)k, (void)count, (void)scores, (void)stride, (void)upcoming;
 }
-void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values) {
-    (void)rows, (void)begin, (void)p, (void)stride, (void)v, (void)valid, (void)dim, (void)padded, (void)values;
+void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values,
+                 struct upcoming *upcoming) {
+    (void)rows, (void)begin, (void)p, (void)stride, (void)v, (void)valid, (void)dim, (void)padded, (void)values, (void)upcoming;
 }
 void tiles_stay_awake(void) {}
 void tiles_done(void) {}

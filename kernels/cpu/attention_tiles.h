@@ -1,13 +1,15 @@
-/* attention.c's two products on matrix tiles, for panels of up to 16 rows.  `dim` is a multiple of 16, all is bfloat16 but the results. */
+/* attention.c's two products on matrix tiles, for panels of up to 16 rows.  `dim` is a multiple of 16, all is bfloat16 but the results.
+   Meanwhile `upcoming` is fetched. */
 #pragma once
-#include "vec.h"
+#include "upcoming.h"
 
 /* scores[rows][..] = q k for `count` tiles of 16 tokens; rows of scores are `stride` apart. */
-void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride);
+void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride, struct upcoming *upcoming);
 
 /* values[rows][dim] = p v, or += unless it is the beginning, over `valid` tokens; rows of p are `stride` apart, and 0 from `valid` to the
    end of its tile.  `padded` is scratch for a tile of v. */
-void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values);
+void tile_values(long rows, int begin, const bf16 *p, long stride, const void *const *v, long valid, long dim, bf16 *padded, float *values,
+                 struct upcoming *upcoming);
 
 /* Multiplies nothing.  A multiplier without work for half a microsecond falls asleep, and waking it takes a quarter of one (Granite Rapids). */
 void tiles_stay_awake(void);
