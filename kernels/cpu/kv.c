@@ -9,18 +9,19 @@ struct write {
     const void *k, *v;
     void *k_cache, *v_cache;
     const int64_t *slots;
-    long tokens, k_row, v_row;
+    long tokens, per_item, k_row, v_row;
     struct kv_layout layout;
 };
 
-#define TOKENS_PER_ITEM 64
+/* Many, as neighbours share lines; few where they are one of each sequence, so that the threads' shares are even. */
+#define TOKENS_PER_ITEM(tokens) ((tokens) > 64 ? 64 : 8)
 
 static void write_item(void *context, long item, int thread) {
     (void)thread;
     const struct write *w = context;
     struct kv_layout l = w->layout;
-    long head = item % l.heads, first = item / l.heads * TOKENS_PER_ITEM;
-    for (long i = first; i < w->tokens && i < first + TOKENS_PER_ITEM; i++) {
+    long head = item % l.heads, first = item / l.heads * w->per_item;
+    for (long i = first; i < w->tokens && i < first + w->per_item; i++) {
         long slot = w->slots[i];
         if (slot < 0) continue;
         long offset = slot % l.block_size, tile = kv_tile(&l, slot / l.block_size, head, offset), t = offset % l.tile;
@@ -43,8 +44,8 @@ static void write_item(void *context, long item, int thread) {
 /* k, v [tokens, heads, dim] with row strides k_row, v_row; slots [tokens], negative for a token that isn't written. */
 void radixkv_write_kv(const void *k, long k_row, const void *v, long v_row, void *k_cache, void *v_cache, const int64_t *slots, long tokens,
                       long heads, long dim, long block_size, int half, int threads) {
-    struct write w = {k, v, k_cache, v_cache, slots, tokens, k_row, v_row, kv_layout(heads, dim, block_size, half)};
-    parallel_for((tokens + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM * heads, tokens < 8 ? 1 : threads, write_item, &w);
+    struct write w = {k, v, k_cache, v_cache, slots, tokens, TOKENS_PER_ITEM(tokens), k_row, v_row, kv_layout(heads, dim, block_size, half)};
+    parallel_for((tokens + w.per_item - 1) / w.per_item * heads, tokens < 8 ? 1 : threads, write_item, &w);
 }
 
 /* copies [n][3]: source block, target block, number of leading token rows; in order. */
