@@ -273,7 +273,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     long wide = a->on_tiles && heads == 1 ? CHUNK_TILES : WIDE(MAX_MR); /* tiles of keys at a time */
     int unread = from_memory(a, tile);
     /* Several panels pass over a few tiles at a time, which stay in L1 meanwhile, one over all; several heads, too, as theirs lie side by side and memory
-       is read fastest in order.  What is needed next is fetched: more of K by the first panel, V by the others. */
+       is read fastest in order.  What is needed next is fetched: more of K by the first panel, and at its end V's beginning, V by the others. */
 #define PANELS(p)                                                                                                                 \
     for (long first = at_least(p->first * a->group, begin), rows = at_most(p->end * a->group, stop) - first,                      \
               panels = panel_count(rows, most), i = 0, row, end;                                                                  \
@@ -292,7 +292,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
                     if (p->from + t * TILE >= visible(a, queries, row, end)) continue;
                     for (long n = 0; n < step; n++)
                         ahead[n] = !i && t + step + n < tiles ? element(k[t + step + n], h * head_elements, half)
-                                   : direct                  ? element(v[t + n], h * head_elements, half)
+                                   : direct                  ? element(v[i ? t + n : n], h * head_elements, half)
                                                              : tiles_of_head[n];
                     long at = h * all_rows + row;
                     float *scores = w->scores + (at - begin) * CHUNK + p->from - start + t * TILE;
