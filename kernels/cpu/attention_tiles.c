@@ -45,9 +45,10 @@ INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long 
 }
 
 /* The same for more steps, or half ones. */
-static void score_any(const bf16 *q, long dim, const void *const *k, long count, float *c, long stride) {
+static void score_any(const bf16 *q, long dim, const void *const *k, long count, float *c, long stride, struct upcoming *upcoming) {
     for (long t = 0; t < count; t++) {
         const bf16 *b = k[t];
+        fetch_upcoming(upcoming, 1);
         tile_zero(0);
         if (dim % 32) for (long d = 0; d < dim; d += 16) { tile_load(6, q + d, dim * 2); tile_stream(7, b + d * TILE, 64); tile_multiply(0, 6, 7); }
         else for (long d = 0; d < dim; d += 32) { tile_load(4, q + d, dim * 2); tile_stream(5, b + d * TILE, 64); tile_multiply(0, 4, 5); }
@@ -62,7 +63,7 @@ void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long 
     case 64: score(2, q, dim, k, count, scores, stride, upcoming); break;
     case 96: score(3, q, dim, k, count, scores, stride, upcoming); break;
     case 128: score(4, q, dim, k, count, scores, stride, upcoming); break;
-    default: score_any(q, dim, k, count, scores, stride);
+    default: score_any(q, dim, k, count, scores, stride, upcoming);
     }
 }
 
