@@ -15,17 +15,15 @@
 #include "matrix_tiles.h"
 #include "operations.h"
 #include "parallel.h"
+#include "softmax.h"
 #include "upcoming.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-#define CHUNK_TILES (CHUNK / TILE)
 /* Both products are of bfloat16 pairs where the CPU has them (then queries stay as they come, and weights are rounded as on a GPU);
    elsewhere bfloat16 keys and values are widened to the float32 of queries and weights. */
 #define NARROW(half) ((half) && DOT_PAIRS)
-#define SOFTMAX_ROWS 4 /* at a time */
-#define SIDE_BY_SIDE 4 /* tiles fetched by turns */
 
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
     void *q;
@@ -46,7 +44,7 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     TAKE(w->total, rows * dim * 4);
     TAKE(w->total_largest, padded * 4);
     TAKE(w->total_sum, padded * 4);
-    TAKE(w->values, rows * dim * 4);
+    TAKE(w->values, padded * dim * 4);
     TAKE(w->scores, rows * CHUNK * 4);
     TAKE(w->largest, padded * 4);
     TAKE(w->sum, padded * 4);
@@ -93,9 +91,11 @@ static void find_tiles(const struct attention *a, const struct work *w, const st
     const int32_t *table = a->tables + query->sequence * a->table_stride;
     const void *cache = of_values ? a->v_cache : a->k_cache;
     if (l->tile == TILE) {
-        long block = p->from / l->block_size, offset = p->from % l->block_size;
-        for (long t = p->from; t < p->to; t += TILE) {
-            *tiles++ = element(cache, kv_tile(l, table[block], head, 0) + offset * l->dim, l->half);
+        long block = p->from / l->block_size, offset = p->from - block * l->block_size, count = (p->to - p->from + TILE - 1) / TILE;
+        const char *first = element(cache, kv_tile(l, 0, head, 0), l->half);
+        long block_bytes = (kv_tile(l, 1, 0, 0) - kv_tile(l, 0, 0, 0)) * (l->half ? 2 : 4);
+        for (long i = 0; i < count; i++) {
+            tiles[i] = element(first + table[block] * block_bytes, offset * l->dim, l->half);
             if ((offset += TILE) == l->block_size) block++, offset = 0;
         }
         return;
@@ -174,44 +174,6 @@ static void value_panel(int half, long rows, int begin, const void *p, const voi
 #undef TILES
 }
 
-/* Turns the first limits[r] scores of each row, times `scale`, into weights; those after them up to `used`, a multiple of TILE, get weight 0.
-   Several rows at a time, because each one's sum and maximum are chains of operations that wait for one another. */
-INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float scale, const long *limits, long used, float *largest, float *sum,
-                         struct upcoming *upcoming) {
-    vf most[SOFTMAX_ROWS], other[SOFTMAX_ROWS], total[SOFTMAX_ROWS], top[SOFTMAX_ROWS];
-    long end = 0;
-    UNROLL for (int r = 0; r < R; r++) end = limits[r] > end ? limits[r] : end;
-    end = (end + 2 * VL - 1) / (2 * VL) * (2 * VL);
-    UNROLL for (int r = 0; r < R; r++) {
-        most[r] = other[r] = vset(-INFINITY), total[r] = vset(0);
-        for (long t = limits[r]; t < end; t++) scores[r * CHUNK + t] = -INFINITY; /* they may hold anything */
-    }
-    for (long t = 0; t < end; t += 2 * VL)
-        UNROLL for (int r = 0; r < R; r++) {
-            most[r] = vmax(most[r], vload(scores + r * CHUNK + t));
-            other[r] = vmax(other[r], vload(scores + r * CHUNK + t + VL));
-        }
-    UNROLL for (int r = 0; r < R; r++) {
-        largest[r] = vmax_lanes(vmax(most[r], other[r])) * scale;
-        top[r] = vset(-largest[r]);
-    }
-    for (long t = 0; t < end; t += 2 * VL) {
-        fetch_upcoming(upcoming, 3);
-        UNROLL for (int r = 0; r < R; r++) {
-            vf p = vexp2_of(vfma(vload(scores + r * CHUNK + t), vset(scale), top[r]), narrow);
-            vf next = vexp2_of(vfma(vload(scores + r * CHUNK + t + VL), vset(scale), top[r]), narrow);
-            if (narrow) vstore_bf16_pair((bf16 *)weights + r * CHUNK + t, p, next);
-            else vstore((float *)weights + r * CHUNK + t, p), vstore((float *)weights + r * CHUNK + t + VL, next);
-            total[r] += p;
-            total[r] += next;
-        }
-    }
-    UNROLL for (int r = 0; r < R; r++) {
-        for (long t = end; t < used; t += VL) store_from_float(weights, r * CHUNK + t, vset(0), narrow);
-        sum[r] = vsum(total[r]);
-    }
-}
-
 /* total[rows][dim] += values, both scaled to the larger of a row's largest scores.  Rows whose `largest` is -INFINITY stay as they are. */
 static void merge_rows(const struct work *w, long rows, float *total, float *total_largest, float *total_sum, const float *values,
                        const float *largest, const float *sum, long dim) {
@@ -258,10 +220,15 @@ static int from_memory(const struct attention *a, const struct tile *tile) {
     return a->on_tiles && (tile->count == 1 || a->queries[tile->first].sequence != a->queries[tile->first + tile->count - 1].sequence);
 }
 
-/* Partial results of rows begin .. stop - 1 of a tile for `heads` heads from `head` on and the chunk at `start`.  Values go to
-   values + h * value_stride, a head's largest and sum to those of w, `stride` apart. */
+/* Where a chunk's partial results go: values[row][dim], largest[row] and sum[row]; those of the next head are `rows` rows further. */
+struct result {
+    float *values, *largest, *sum;
+    long rows;
+};
+
+/* Partial results of rows begin .. stop - 1 of a tile for `heads` heads from `head` on and the chunk at `start`. */
 static void compute_rows(const struct attention *a, const struct work *w, const struct tile *tile, long begin, long stop, long head, long heads,
-                         long start, const struct piece *pieces, long count, long stride, float *values, long value_stride) {
+                         long start, const struct piece *pieces, long count, const struct result *result) {
     const struct query *queries = a->queries + tile->first;
     long dim = a->layout.dim, all_rows = tile->count * a->group, used = 0;
     int half = a->layout.half, narrow = NARROW(half);
@@ -308,7 +275,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
     for (long h = 0; h < heads; h++)
         for (long row = begin, n; row < stop; row += n) {
             long at = h * all_rows + row, limits[SOFTMAX_ROWS];
-            float *scores = w->scores + (at - begin) * CHUNK, *largest = w->largest + h * stride + row, *sum = w->sum + h * stride + row;
+            float *scores = w->scores + (at - begin) * CHUNK, *largest = result->largest + h * result->rows + row, *sum = result->sum + h * result->rows + row;
             void *weights = element(w->weights, (at - begin) * CHUNK, narrow);
             for (n = 0; n < SOFTMAX_ROWS && row + n < stop; n++) {
                 long limit = queries[(row + n) / a->group].limit - start;
@@ -316,21 +283,15 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
                 limits[n] = limit < CHUNK ? limit : CHUNK;
             }
             if (a->on_tiles && row == begin + TILE_ROWS / 2) tiles_stay_awake();
-#define CASE(R)                                                                                                                   \
-    narrow ? softmax_rows(R, 1, scores, weights, scale, limits, used, largest, sum, w->upcoming)                                  \
-           : softmax_rows(R, 0, scores, weights, scale, limits, used, largest, sum, w->upcoming)
-            switch (n) {
-            case 4: CASE(4); break;
-            case 3: CASE(3); break;
-            case 2: CASE(2); break;
-            case 1: CASE(1); break;
-            case 0: /* it sees nothing of this chunk */
-                *largest = -INFINITY;
-                *sum = 0;
-                for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
-                n = 1;
+            if (n) {
+                if (narrow) softmax_few(n, 1, scores, weights, scale, limits, used, largest, sum, w->upcoming);
+                else softmax_few(n, 0, scores, weights, scale, limits, used, largest, sum, w->upcoming);
+                continue;
             }
-#undef CASE
+            *largest = -INFINITY; /* it sees nothing of this chunk */
+            *sum = 0;
+            for (long t = 0; t < used; t += VL) store_from_float(weights, t, vset(0), narrow);
+            n = 1;
         }
     for (const struct piece *p = pieces; p < pieces + count; p++) {
         if (!meets(p, a->group, begin, stop)) continue;
@@ -349,7 +310,7 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
                     if (to <= from && from > start) continue;
                     long valid = to > from ? to - from : 0;
                     const void *weights = element(w->weights, (at - begin) * CHUNK + from - start, narrow);
-                    float *to_values = values + h * value_stride + row * dim;
+                    float *to_values = result->values + (h * result->rows + row) * dim;
                     if (fetch && !i && t + step < length) fetch_tiles(ahead, panel_count(at_most(step, length - t - step), TILE), dim);
                     if (a->on_tiles) tile_values(end - row, from == start, weights, CHUNK, tiles_of_head, valid, dim, w->padded, to_values, w->upcoming);
                     else value_panel(half, end - row, from == start, weights, tiles_of_head, ahead, valid, dim, to_values);
@@ -360,28 +321,34 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
 }
 
 /* All rows of the tile.  On matrix tiles those of a panel go all the way before the next ones: 16 KB of scores stay in L1.  Keys and values
-   then come from L2 for each panel, which is as fast as they are multiplied.  Elsewhere, and where a few rows of all heads advance
+   then come from L2 for each panel, nearly as fast as they are multiplied.  Elsewhere, and where a few rows of all heads advance
    together, it's all rows at once. */
 static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, long head, long heads, long start,
-                          const struct piece *pieces, long count, long stride, float *values, long value_stride) {
+                          const struct piece *pieces, long count, const struct result *result) {
     long rows = tile->count * a->group, step = a->on_tiles && heads == 1 ? TILE_ROWS : rows;
     for (long row = 0; row < rows; row += step)
-        compute_rows(a, w, tile, row, at_most(row + step, rows), head, heads, start, pieces, count, stride, values, value_stride);
+        compute_rows(a, w, tile, row, at_most(row + step, rows), head, heads, start, pieces, count, result);
 }
 
 static void load_queries(const struct attention *a, const struct tile *tile, long head, void *to) {
     long dim = a->layout.dim;
     float *q = to;
     vf scale = vset(a->scale * LOG2E); /* so that exponentials are powers of two */
-    for (long row = 0; row < tile->count * a->group; row++) {
-        long from = a->queries[tile->first + row / a->group].token * a->q_row + (head * a->group + row % a->group) * dim, d = 0;
-        if (NARROW(a->layout.half)) {
-            memcpy((bf16 *)to + row * dim, (const bf16 *)a->q + from, dim * sizeof(bf16));
-            continue;
+    for (long i = 0, row = 0; i < tile->count; i++)
+        for (long r = 0; r < a->group; r++, row++) {
+            long from = a->queries[tile->first + i].token * a->q_row + (head * a->group + r) * dim, d = 0;
+            if (NARROW(a->layout.half)) {
+                memcpy((bf16 *)to + row * dim, (const bf16 *)a->q + from, dim * sizeof(bf16));
+                continue;
+            }
+            for (; d + VL <= dim; d += VL) vstore(q + row * dim + d, load_as_float(a->q, from + d, a->layout.half) * scale);
+            for (; d < dim; d++) q[row * dim + d] = get_float(a->q, from + d, a->layout.half) * scale[0];
         }
-        for (; d + VL <= dim; d += VL) vstore(q + row * dim + d, load_as_float(a->q, from + d, a->layout.half) * scale);
-        for (; d < dim; d++) q[row * dim + d] = get_float(a->q, from + d, a->layout.half) * scale[0];
-    }
+}
+
+/* Whether all rows of a tile see all of a chunk, in one head's tiles of keys and values as they lie, and there is code for that. */
+static int is_whole(const struct attention *a, const struct item *item, long chunk) {
+    return (chunk + 1) * CHUNK <= a->tiles[item->tile].whole && item->heads == 1 && a->layout.tile == TILE && a->on_tiles && whole_chunks_of(a->layout.dim);
 }
 
 /* What the item after `chunk` of item `index` reads: its next chunk, or the first one of the next item, which this thread takes if no
@@ -389,25 +356,39 @@ static void load_queries(const struct attention *a, const struct tile *tile, lon
 static void look_ahead(const struct attention *a, const struct work *w, long index, long chunk) {
     const struct item *item = a->items + index;
     struct upcoming *u = w->upcoming;
-    u->next = u->count = 0;
+    u->present = u->count ? u->tiles[0] : 0;
+    u->next = u->count = u->byte = 0;
+    u->bytes = TILE * a->layout.dim * 2;
     if (++chunk == item->end_chunk) {
         if (++index == a->item_count) return;
         chunk = (++item)->first_chunk;
     }
     const struct tile *tile = a->tiles + item->tile;
     if (!from_memory(a, tile) || item->heads > 1 || a->layout.tile != TILE) return;
-    struct piece pieces[2 * ROWS];
     const struct query *queries = a->queries + tile->first;
-    long start = chunk * CHUNK, count = find_pieces(queries, 0, tile->count, start, start + CHUNK, pieces, 0), bytes = TILE * a->layout.dim * 2;
+    struct piece pieces[2 * ROWS], whole = {0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK};
+    long count = 1;
+    if (is_whole(a, item, chunk)) pieces[0] = whole;
+    else count = find_pieces(queries, 0, tile->count, whole.from, whole.to, pieces, 0);
     for (int of_values = 0; of_values < 2; of_values++)
         for (const struct piece *p = pieces; p < pieces + count; p++) {
             const void *tiles[CHUNK_TILES];
             long n = (p->to - p->from + TILE - 1) / TILE;
             find_tiles(a, w, queries, p, item->first_head, of_values, tiles);
-            for (long t = 0; t < n; t += SIDE_BY_SIDE)
-                for (long byte = 0; byte < bytes; byte += UPCOMING_STEP)
-                    for (long i = t; i < t + SIDE_BY_SIDE && i < n && u->count < UPCOMING_LINES; i++) u->lines[u->count++] = (const char *)tiles[i] + byte;
+            announce(u, tiles, n);
         }
+}
+
+/* A chunk as in most of a long prefix: nothing to look for, to mask or to pad. */
+static void compute_whole(const struct attention *a, const struct work *w, const struct item *item, long chunk, const struct result *result) {
+    const struct tile *tile = a->tiles + item->tile;
+    struct whole_chunk whole = {.rows = tile->count * a->group, .dim = a->layout.dim, .q = w->q, .scale = a->scale * LOG2E, .scores = w->scores,
+                                .weights = w->weights, .values = result->values, .largest = result->largest, .sum = result->sum};
+    struct piece all = {0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK};
+    find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 0, whole.k);
+    find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 1, whole.v);
+    if (from_memory(a, tile) && w->upcoming->present != whole.k[0]) fetch_tiles(whole.v, CHUNK_TILES, a->layout.dim);
+    tile_whole_chunk(&whole, w->upcoming);
 }
 
 static void attention_item(void *context, long index, int thread) {
@@ -423,24 +404,22 @@ static void attention_item(void *context, long index, int thread) {
         for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
     }
     for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++) {
-        struct piece pieces[2 * ROWS];
+        long partial = tile->partial + (item->first_head * tile->chunks + chunk) * rows;
+        struct result result = {w.values, w.largest, w.sum, stride};
+        if (tile->partial >= 0)
+            result = (struct result){a->partial_values + partial * dim, a->partial_largest + partial, a->partial_sum + partial, tile->chunks * rows};
         look_ahead(a, &w, index, chunk);
-        long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
-        long partial = tile->partial + (item->first_head * tile->chunks + chunk) * rows, of_head = tile->chunks * rows;
-        if (tile->partial < 0) {
-            compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, stride, w.values, rows * dim);
-            for (long h = 0; h < item->heads; h++)
-                merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, w.values + h * rows * dim,
-                           w.largest + h * stride, w.sum + h * stride, dim);
-            continue;
+        if (is_whole(a, item, chunk)) compute_whole(a, &w, item, chunk, &result);
+        else {
+            struct piece pieces[2 * ROWS];
+            long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
+            compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, &result);
         }
-        compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, stride, a->partial_values + partial * dim, of_head * dim);
-        for (long h = 0; h < item->heads; h++) {
-            memcpy(a->partial_largest + partial + h * of_head, w.largest + h * stride, rows * sizeof(float));
-            memcpy(a->partial_sum + partial + h * of_head, w.sum + h * stride, rows * sizeof(float));
-        }
+        if (tile->partial >= 0) continue;
+        for (long h = 0; h < item->heads; h++)
+            merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, w.values + h * stride * dim,
+                       w.largest + h * stride, w.sum + h * stride, dim);
     }
-    if (a->on_tiles) tiles_done();
     if (tile->partial < 0)
         for (long h = 0; h < item->heads; h++)
             for (long row = 0; row < rows; row++)

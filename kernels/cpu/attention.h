@@ -16,6 +16,7 @@ struct query { /* one token's queries: a row for each head of the group */
 
 struct tile { /* queries first .. first + count - 1, in the order of the batch; those of a sequence in order of position */
     long first, count, chunks;
+    long whole;   /* so many tokens all of them see, in the same blocks */
     int single;   /* the few queries of one sequence: an item takes all KV heads, which lie side by side in memory */
     long partial; /* where its partial results begin, or -1 if an item merges all its chunks on the spot */
 };

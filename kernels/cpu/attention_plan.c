@@ -35,9 +35,10 @@ static void cut_tiles(struct attention *a, const int32_t *starts, const int32_t 
                 if (!i) query->shared = tile ? at_most(common, at_most(query[-1].limit, query->limit)) / whole * whole : 0;
                 if (!tile || tile->count + (i ? 1 : queries) > per_tile || query->shared < WORTH_SHARING) {
                     tile = a->tiles + a->tile_count++;
-                    *tile = (struct tile){.first = a->query_count, .single = !is_long, .partial = -1};
+                    *tile = (struct tile){.first = a->query_count, .whole = LONG_MAX, .single = !is_long, .partial = -1};
                 } else if (!i) tile->single = 0;
                 long chunks = (query->limit + CHUNK - 1) / CHUNK;
+                tile->whole = at_most(tile->whole, tile->count ? at_most(query->limit, query->shared) : query->limit);
                 tile->count++;
                 tile->chunks = chunks > tile->chunks ? chunks : tile->chunks;
                 a->query_count++;

@@ -4,26 +4,20 @@
 
 #include "gemm.h"
 #include "matrix_tiles.h"
+#include "softmax.h"
 
 #if MATRIX_TILES
 
 /* Registers: sums in 0 .. 3; A and B for a full depth in 4 and 5, for half of it in 6 and 7.  A of a full depth fits where sums do, too. */
-static __thread long configured_rows;
-
 static void configure(long rows) {
-    if (rows == configured_rows) return;
+    if (tiles_configured == TILES_FOR_ATTENTION(rows)) return;
+    tiles_configured = TILES_FOR_ATTENTION(rows);
     struct tile_shapes s = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 32, 64}, .rows = {rows, rows, rows, rows, rows, 16, rows, 8}};
     tile_configure(&s);
-    configured_rows = rows;
 }
 
 void tiles_stay_awake(void) {
-    if (configured_rows) tile_multiply(0, 4, 5);
-}
-
-void tiles_done(void) {
-    tile_release();
-    configured_rows = 0;
+    if (tiles_configured) tile_multiply(0, 4, 5);
 }
 
 #define ZERO(n) if (NT > n) tile_zero(n);
@@ -35,7 +29,8 @@ INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long 
 #define STEP(n, a) if (HELD > n) { tile_stream(5, (const bf16 *)k[t] + n * 32 * TILE, 64); tile_multiply(0, a, 5); }
     HOLD(0, 1) HOLD(1, 2) HOLD(2, 3) HOLD(3, 4)
     for (long t = 0; t < count; t++) {
-        fetch_upcoming(upcoming, 1);
+        fetch_upcoming(upcoming);
+        fetch_upcoming(upcoming);
         tile_zero(0);
         STEP(0, 1) STEP(1, 2) STEP(2, 3) STEP(3, 4)
         tile_store(0, c + t * TILE, stride * 4);
@@ -48,7 +43,8 @@ INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long 
 static void score_any(const bf16 *q, long dim, const void *const *k, long count, float *c, long stride, struct upcoming *upcoming) {
     for (long t = 0; t < count; t++) {
         const bf16 *b = k[t];
-        fetch_upcoming(upcoming, 1);
+        fetch_upcoming(upcoming);
+        fetch_upcoming(upcoming);
         tile_zero(0);
         if (dim % 32) for (long d = 0; d < dim; d += 16) { tile_load(6, q + d, dim * 2); tile_stream(7, b + d * TILE, 64); tile_multiply(0, 6, 7); }
         else for (long d = 0; d < dim; d += 32) { tile_load(4, q + d, dim * 2); tile_stream(5, b + d * TILE, 64); tile_multiply(0, 4, 5); }
@@ -67,7 +63,8 @@ void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long 
     }
 }
 
-INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *const *v, const bf16 *last, long whole, long dim, float *c,
+/* Columns d .. of a row: NT tiles. */
+INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *const *v, const bf16 *last, long whole, long d, long dim, float *c,
                   struct upcoming *upcoming) {
 #define LOAD(n) if (NT > n) tile_load(n, c + n * TILE, dim * 4);
     if (begin) { ZERO(0) ZERO(1) ZERO(2) ZERO(3) }
@@ -75,8 +72,8 @@ INLINE void value(int NT, int begin, const bf16 *p, long stride, const void *con
 #undef LOAD
 #define STEP(n) if (NT > n) { tile_stream(7, b + n * 2 * TILE, dim * 4); tile_multiply(n, 6, 7); }
     for (long t = 0; t < whole + (last != 0); t++) {
-        const bf16 *b = t < whole ? v[t] : last;
-        fetch_upcoming(upcoming, 1);
+        const bf16 *b = (t < whole ? (const bf16 *)v[t] : last) + 2 * d; /* a column's pairs lie side by side */
+        fetch_upcoming(upcoming);
         tile_load(6, p + t * TILE, stride * 2);
         STEP(0) STEP(1) STEP(2) STEP(3)
     }
@@ -96,13 +93,8 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
         if (rest % 2) for (long d = 0; d < dim; d++) padded[pairs + 2 * d] = ((const bf16 *)v[whole])[pairs + 2 * d];
     }
     const bf16 *last = rest ? padded : 0;
-    long d = 0; /* a column's pairs lie side by side */
-#define VALUE(NT)                                                                                                                 \
-    do {                                                                                                                          \
-        const void *from[16];                                                                                                     \
-        for (long t = 0; t < whole; t++) from[t] = (const bf16 *)v[t] + 2 * d;                                                    \
-        value(NT, begin, p, stride, from, last ? last + 2 * d : 0, whole, dim, values + d, upcoming);                             \
-    } while (0)
+    long d = 0;
+#define VALUE(NT) value(NT, begin, p, stride, v, last, whole, d, dim, values + d, upcoming)
     for (; d + 4 * TILE <= dim; d += 4 * TILE) VALUE(4);
     if (dim - d == 3 * TILE) VALUE(3);
     else if (dim - d == 2 * TILE) VALUE(2);
@@ -110,8 +102,36 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
 #undef VALUE
 }
 
+INLINE void whole(int HELD, const struct whole_chunk *c, struct upcoming *upcoming) {
+    const long dim = HELD * 32;
+    for (long row = 0; row < c->rows; row += TILE_ROWS) {
+        long rows = at_most(c->rows - row, TILE_ROWS);
+        configure(rows);
+        score(HELD, c->q + row * dim, dim, c->k, CHUNK_TILES, c->scores, CHUNK, upcoming);
+        for (long r = 0; r < rows; r += SOFTMAX_ROWS) {
+            long count = at_most(rows - r, SOFTMAX_ROWS);
+            float *values = c->values + (row + r) * dim;
+            if (r == TILE_ROWS / 2) tiles_stay_awake();
+            for (long i = 0; i < count * dim; i += 16) CLAIM(values + i); /* another thread may have read them last */
+            softmax_few(count, 1, c->scores + r * CHUNK, c->weights + r * CHUNK, c->scale, 0, CHUNK, c->largest + row + r, c->sum + row + r, upcoming);
+        }
+        UNROLL for (long d = 0; d < dim; d += 4 * TILE)
+            value(dim - d < 4 * TILE ? (dim - d) / TILE : 4, 1, c->weights, CHUNK, c->v, 0, CHUNK_TILES, d, dim, c->values + row * dim + d, upcoming);
+    }
+}
+
+void tile_whole_chunk(const struct whole_chunk *c, struct upcoming *upcoming) {
+    switch (c->dim) {
+    case 32: whole(1, c, upcoming); break;
+    case 64: whole(2, c, upcoming); break;
+    case 96: whole(3, c, upcoming); break;
+    case 128: whole(4, c, upcoming); break;
+    }
+}
+
 #else
 
+void tile_whole_chunk(const struct whole_chunk *c, struct upcoming *upcoming) { (void)c, (void)upcoming; }
 void tile_scores(long rows, const bf16 *q, long dim, const void *const *k, long count, float *scores, long stride, struct upcoming *upcoming) {
     (void)rows, (void)q, (void)dim, (void)k, (void)count, (void)scores, (void)stride, (void)upcoming;
 }
@@ -120,6 +140,5 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
     (void)rows, (void)begin, (void)p, (void)stride, (void)v, (void)valid, (void)dim, (void)padded, (void)values, (void)upcoming;
 }
 void tiles_stay_awake(void) {}
-void tiles_done(void) {}
 
 #endif

@@ -20,6 +20,8 @@
 
 /* Into L2: what is on its way into L1 occupies one of few miss buffers, which bounds a core's share of the memory's speed. */
 #define FETCH(p) __builtin_prefetch(p, 0, 2)
+/* Into L1, from whoever wrote it last: to be written. */
+#define CLAIM(p) __builtin_prefetch(p, 1, 3)
 
 INLINE void load_tile_row(vf *w, const float *b) { UNROLL for (int v = 0; v < TV; v++) w[v] = vload(b + v * VL); }
 INLINE void load_tile_row_low(vf *w, const bf16 *b) {

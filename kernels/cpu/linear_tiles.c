@@ -141,6 +141,8 @@ INLINE void many_rows(int NT, const char *a, long lda, const char *const *b, lon
 }
 
 static void configure(long rows) {
+    if (tiles_configured == TILES_FOR_LINEAR(rows)) return;
+    tiles_configured = TILES_FOR_LINEAR(rows);
     long upper = rows < TILE_ROWS ? rows : TILE_ROWS, lower = rows - upper;
     struct tile_shapes s = {.palette = 1};
     for (int t = 0; t < 8; t++) s.bytes[t] = 64;
@@ -192,7 +194,6 @@ void linear_on_matrix_tiles(const struct linear *l, bf16 *scratch, long row, lon
             for (long m = 0; m < whole; m += block) compute(l, b, scratch + (row + m) * l->depth, row + m, block, t, n);
         }
     }
-    tile_release();
 }
 
 #else

@@ -39,6 +39,10 @@ static struct {
     } shares[MAX_SHARES];
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
+static void nothing(void) {}
+static void (*done)(void) = nothing;
+void after_loops(void (*fn)(void)) { done = fn; }
+
 static inline void relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -63,6 +67,7 @@ static void run_items(int thread) {
         long end = share_start(of + 1, shares), i;
         while ((i = __atomic_fetch_add(&pool.shares[of].next, 1, __ATOMIC_RELAXED)) < end) pool.fn(pool.context, i, thread);
     }
+    done();
 }
 
 /* A gate that is open for a job this worker hasn't seen; spins, then sleeps, until there is one. */
@@ -123,6 +128,7 @@ void parallel_for(long items, int threads, item_fn fn, void *context) {
     /* A second caller at the same time does without help. */
     if (threads <= 1 || pthread_mutex_trylock(&pool.owner)) {
         for (long i = 0; i < items; i++) fn(context, i, 0);
+        done();
         return;
     }
     if (pool.workers < threads - 1) hire(threads - 1);

@@ -1,20 +1,30 @@
-/* Lines of memory that a thread reads soon, asked for a few at a time while it computes with others.
+/* Tiles of memory that a thread reads soon, asked for a few lines at a time while it computes with others.
 
-   A core can wait for few lines at once; asked for all together they hold up those that it needs now.  Asking for one brings two or three
-   behind it along, if there is time between one request and the next. */
+   A core can wait for few lines at once; asked for all together they hold up those that it needs now. */
 #pragma once
 #include "gemm.h"
 
-#define UPCOMING_LINES 1024 /* at most; a chunk that all rows share has 352 of them if heads are of 64 */
-#define UPCOMING_STEP 192   /* bytes from one request to the next */
+#define UPCOMING_TILES 128 /* at most; a chunk that all rows share has 32 */
+#define SIDE_BY_SIDE 4     /* tiles fetched by turns: each lies in a page of its own */
 
 struct upcoming {
-    long next, count;
-    const char *lines[UPCOMING_LINES];
+    long count, next, byte, bytes; /* tiles, a multiple of SIDE_BY_SIDE; those before `next` are fetched, of those from it on `byte` of `bytes` */
+    const char *tiles[UPCOMING_TILES];
+    const void *present; /* the first tile of what was announced last time, and is read now */
 };
 
-INLINE void fetch_upcoming(struct upcoming *u, long count) {
-    long next = u->next, end = next + count < u->count ? next + count : u->count;
-    for (; next < end; next++) FETCH(u->lines[next]);
-    u->next = next;
+/* `count` tiles after those announced before; none of them if that would be too many. */
+INLINE void announce(struct upcoming *u, const void *const *tiles, long count) {
+    if (u->count + count + SIDE_BY_SIDE > UPCOMING_TILES) return;
+    for (long i = 0; i < count; i++) u->tiles[u->count + i] = tiles[i];
+    for (u->count += count; u->count % SIDE_BY_SIDE; u->count++) u->tiles[u->count] = u->tiles[u->count - 1];
+}
+
+/* The next line of each of SIDE_BY_SIDE tiles. */
+INLINE void fetch_upcoming(struct upcoming *u) {
+    if (u->next >= u->count) return;
+    long byte = u->byte;
+    UNROLL for (long i = 0; i < SIDE_BY_SIDE; i++) FETCH(u->tiles[u->next + i] + byte);
+    u->byte = byte + 64;
+    if (u->byte >= u->bytes) u->byte = 0, u->next += SIDE_BY_SIDE;
 }
