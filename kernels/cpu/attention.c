@@ -226,6 +226,12 @@ struct result {
     long rows;
 };
 
+/* Those of a split tile. */
+static struct result partial_results(const struct attention *a, const struct tile *tile, long head, long chunk) {
+    long rows = padded_rows(a, tile), at = tile->partial + (head * tile->chunks + chunk) * rows;
+    return (struct result){a->partial_values + at * a->layout.dim, a->partial_largest + at, a->partial_sum + at, tile->chunks * rows};
+}
+
 /* Partial results of rows begin .. stop - 1 of a tile for `heads` heads from `head` on and the chunk at `start`. */
 static void compute_rows(const struct attention *a, const struct work *w, const struct tile *tile, long begin, long stop, long head, long heads,
                          long start, const struct piece *pieces, long count, const struct result *result) {
@@ -282,7 +288,6 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
                 if (limit <= 0) break;
                 limits[n] = limit < CHUNK ? limit : CHUNK;
             }
-            if (a->on_tiles && row == begin + TILE_ROWS / 2) tiles_stay_awake();
             if (n) {
                 if (narrow) softmax_few(n, 1, scores, weights, scale, limits, used, largest, sum, w->upcoming);
                 else softmax_few(n, 0, scores, weights, scale, limits, used, largest, sum, w->upcoming);
@@ -395,19 +400,20 @@ static void attention_item(void *context, long index, int thread) {
     const struct attention *a = context;
     const struct item *item = a->items + index;
     const struct tile *tile = a->tiles + item->tile;
-    long dim = a->layout.dim, rows = tile->count * a->group, stride = (rows + VL - 1) / VL * VL; /* of a head's statistics */
+    long dim = a->layout.dim, rows = tile->count * a->group, stride = padded_rows(a, tile);
+    int split = tile->partial >= 0;
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
+    struct merged *merged = a->merged + item->tile * a->layout.heads + item->first_head;
     for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
-    if (tile->partial < 0) {
+    if (!split) {
         memset(w.total, 0, item->heads * rows * dim * sizeof(float));
         for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
     }
     for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++) {
-        long partial = tile->partial + (item->first_head * tile->chunks + chunk) * rows;
-        struct result result = {w.values, w.largest, w.sum, stride};
-        if (tile->partial >= 0)
-            result = (struct result){a->partial_values + partial * dim, a->partial_largest + partial, a->partial_sum + partial, tile->chunks * rows};
+        int next = item->in_order && __atomic_load_n(&merged->chunks, __ATOMIC_ACQUIRE) == chunk; /* it can be merged at once */
+        struct result result = {w.values, w.largest, w.sum, stride}, first;
+        if (split && (!next || !chunk)) result = partial_results(a, tile, item->first_head, chunk);
         look_ahead(a, &w, index, chunk);
         if (is_whole(a, item, chunk)) compute_whole(a, &w, item, chunk, &result);
         else {
@@ -415,12 +421,15 @@ static void attention_item(void *context, long index, int thread) {
             long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
             compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, &result);
         }
-        if (tile->partial >= 0) continue;
-        for (long h = 0; h < item->heads; h++)
+        for (long h = 0; !split && h < item->heads; h++)
             merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, w.values + h * stride * dim,
                        w.largest + h * stride, w.sum + h * stride, dim);
+        if (!next) continue;
+        first = partial_results(a, tile, item->first_head, 0);
+        if (chunk) merge_rows(&w, rows, first.values, first.largest, first.sum, w.values, w.largest, w.sum, dim);
+        __atomic_store_n(&merged->chunks, chunk + 1, __ATOMIC_RELEASE);
     }
-    if (tile->partial < 0)
+    if (!split)
         for (long h = 0; h < item->heads; h++)
             for (long row = 0; row < rows; row++)
                 finish_row(a, item->first_head + h, tile, row, w.total + (h * rows + row) * dim, w.total_sum[h * stride + row]);
@@ -437,10 +446,10 @@ static void merge_item(void *context, long index, int thread) {
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
     memset(w.total, 0, rows * dim * sizeof(float));
     for (long row = 0; row < VL; row++) w.total_largest[row] = -INFINITY, w.total_sum[row] = 0;
-    for (long chunk = 0; chunk < tile->chunks; chunk++) {
-        long at = tile->partial + (head * tile->chunks + chunk) * all + first;
-        merge_rows(&w, rows, w.total, w.total_largest, w.total_sum, a->partial_values + at * dim, a->partial_largest + at, a->partial_sum + at,
-                   dim);
+    long merged = a->merged[index / a->merge_panels].chunks;
+    for (long chunk = 0; chunk < tile->chunks; chunk += chunk ? 1 : at_least(merged, 1)) {
+        struct result result = partial_results(a, tile, head, chunk);
+        merge_rows(&w, rows, w.total, w.total_largest, w.total_sum, result.values + first * dim, result.largest + first, result.sum + first, dim);
     }
     for (long row = 0; row < rows; row++) finish_row(a, head, tile, first + row, w.total + row * dim, w.total_sum[row]);
 }
@@ -459,10 +468,12 @@ void radixkv_paged_attention(const void *q, long q_row, const void *k_cache, con
     if (a.query_count < tokens) memset(out, 0, tokens * kv_heads * group * dim * (half ? 2 : 4)); /* rows that no sequence owns */
     struct work w;
     a.thread_bytes = work_layout(&w, 0, &a);
-    a.thread_scratch = scratch(a.thread_bytes * threads + (a.partial_rows * (dim + 2) + 2 * VL) * sizeof(float));
-    a.partial_values = (float *)(a.thread_scratch + a.thread_bytes * threads);
+    long merged_bytes = a.partial_rows ? a.tile_count * kv_heads * sizeof *a.merged : 0;
+    a.thread_scratch = scratch(a.thread_bytes * threads + merged_bytes + a.partial_rows * (dim + 2) * sizeof(float));
+    a.merged = memset(a.thread_scratch + a.thread_bytes * threads, 0, merged_bytes);
+    a.partial_values = (float *)((char *)a.merged + merged_bytes);
     a.partial_largest = a.partial_values + a.partial_rows * dim;
-    a.partial_sum = a.partial_largest + a.partial_rows + VL;
+    a.partial_sum = a.partial_largest + a.partial_rows;
     parallel_for(a.item_count, threads, attention_item, &a);
     a.merge_panels = (a.max_rows + VL - 1) / VL;
     if (a.partial_rows) parallel_for(a.tile_count * kv_heads * a.merge_panels, threads, merge_item, &a);

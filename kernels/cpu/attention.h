@@ -1,6 +1,7 @@
 /* How a batch's attention is cut into pieces of work. */
 #pragma once
 #include "kv.h"
+#include "vec.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -23,6 +24,7 @@ struct tile { /* queries first .. first + count - 1, in the order of the batch; 
 
 struct item { /* a tile's chunks first .. end - 1 for some KV heads */
     long tile, first_head, heads, first_chunk, end_chunk;
+    int in_order; /* of one head's chunks in a split tile, one of the first, which are handed out in order of position */
 };
 
 struct attention {
@@ -40,12 +42,19 @@ struct attention {
     long merge_panels; /* of a tile's rows, at most, a register each */
     char *thread_scratch;
     size_t thread_bytes;
-    long partial_rows; /* of all split tiles: [KV head][chunk][row] */
+    long partial_rows; /* of all split tiles: [KV head][chunk][row], rows padded to whole registers */
     float *partial_values, *partial_largest, *partial_sum; /* [partial row][dim], and of its scores the largest, and the sum of exponentials */
+    struct merged {
+        long chunks; /* the first so many are merged in the first one's place */
+        char apart[64 - sizeof(long)];
+    } *merged; /* [tile][KV head] */
 };
 
 static inline long at_most(long x, long y) { return x < y ? x : y; }
 static inline long at_least(long x, long y) { return x > y ? x : y; }
+
+/* A tile's rows with room for whole registers of their statistics. */
+static inline long padded_rows(const struct attention *a, const struct tile *tile) { return (tile->count * a->group + VL - 1) / VL * VL; }
 
 /* Fills queries, tiles and items, in memory that the caller frees through `queries`. */
 void attention_plan(struct attention *a, const int32_t *starts, const int32_t *lengths, long sequences, long tokens, const int32_t *segments,

@@ -49,7 +49,7 @@ static void cut_tiles(struct attention *a, const int32_t *starts, const int32_t 
 }
 
 /* With items == 0 only counts. A tile too large a share of the work is split into spans of chunks, merged afterwards. */
-static long cut_items(struct attention *a, long target, struct item *items) {
+static long cut_items(struct attention *a, long target, int threads, struct item *items) {
     long count = 0, heads = a->layout.heads;
     for (long reversed = 0; reversed < a->tile_count; reversed++) { /* the last tile of a prefill is its longest: first */
         long t = a->tile_count - 1 - reversed;
@@ -59,13 +59,17 @@ static long cut_items(struct attention *a, long target, struct item *items) {
             span = target / (rows * per_item);
             if (span < 1) span = 1;
         }
-        /* What sequences don't share comes last and costs most: first. */
-        for (long end = tile->chunks; end > 0; end -= span)
+        /* The first thread's share from the beginning, to be merged as it goes.  Of the others what sequences don't share, which comes last
+           and costs most, first. */
+        long spans = (tile->chunks + span - 1) / span, in_order = spans > 1 && per_item == 1 ? spans / threads : 0;
+        for (long i = 0; i < spans; i++) {
+            long first = (i < in_order ? i : spans - 1 - (i - in_order)) * span;
             for (long head = 0; head < heads; head += per_item, count++)
-                if (items) items[count] = (struct item){t, head, per_item, end > span ? end - span : 0, end};
+                if (items) items[count] = (struct item){t, head, per_item, first, at_most(first + span, tile->chunks), i < in_order};
+        }
         if (items && span < tile->chunks) {
             tile->partial = a->partial_rows;
-            a->partial_rows += rows * tile->chunks * heads;
+            a->partial_rows += padded_rows(a, tile) * tile->chunks * heads;
         }
         a->max_rows = rows * per_item > a->max_rows ? rows * per_item : a->max_rows;
     }
@@ -90,7 +94,7 @@ void attention_plan(struct attention *a, const int32_t *starts, const int32_t *l
         if (units >= 3L * threads || per_tile < 8 || threads == 1) break;
     }
     long target = threads == 1 ? work : work / (8L * threads);
-    a->items = malloc((cut_items(a, target, 0) + 1) * sizeof(struct item));
+    a->items = malloc((cut_items(a, target, threads, 0) + 1) * sizeof(struct item));
     if (!a->items) abort();
-    a->item_count = cut_items(a, target, a->items);
+    a->item_count = cut_items(a, target, threads, a->items);
 }

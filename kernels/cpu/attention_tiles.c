@@ -16,10 +16,6 @@ static void configure(long rows) {
     tile_configure(&s);
 }
 
-void tiles_stay_awake(void) {
-    if (tiles_configured) tile_multiply(0, 4, 5);
-}
-
 #define ZERO(n) if (NT > n) tile_zero(n);
 #define STORE(n) if (NT > n) tile_store(n, c + n * TILE, stride * 4);
 
@@ -111,7 +107,6 @@ INLINE void whole(int HELD, const struct whole_chunk *c, struct upcoming *upcomi
         for (long r = 0; r < rows; r += SOFTMAX_ROWS) {
             long count = at_most(rows - r, SOFTMAX_ROWS);
             float *values = c->values + (row + r) * dim;
-            if (r == TILE_ROWS / 2) tiles_stay_awake();
             for (long i = 0; i < count * dim; i += 16) CLAIM(values + i); /* another thread may have read them last */
             softmax_few(count, 1, c->scores + r * CHUNK, c->weights + r * CHUNK, c->scale, 0, CHUNK, c->largest + row + r, c->sum + row + r, upcoming);
         }
@@ -139,6 +134,5 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
                  struct upcoming *upcoming) {
     (void)rows, (void)begin, (void)p, (void)stride, (void)v, (void)valid, (void)dim, (void)padded, (void)values, (void)upcoming;
 }
-void tiles_stay_awake(void) {}
 
 #endif

@@ -26,6 +26,3 @@ struct whole_chunk {
 
 static inline int whole_chunks_of(long dim) { return dim == 32 || dim == 64 || dim == 96 || dim == 128; } /* whether there is code for it */
 void tile_whole_chunk(const struct whole_chunk *c, struct upcoming *upcoming);
-
-/* Multiplies nothing.  A multiplier without work for half a microsecond falls asleep, and waking it takes a quarter of one (Granite Rapids). */
-void tiles_stay_awake(void);
