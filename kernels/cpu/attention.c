@@ -33,6 +33,7 @@ struct work { /* one thread's scratch: for all rows of an item, and for the rows
     void *gathered;
     bf16 *padded; /* a tile of v: see tile_values */
     struct upcoming *upcoming;
+    long *queries_of; /* [KV head]: the call, plus the tile, whose queries are in q */
 };
 
 static size_t work_layout(struct work *w, char *base, const struct attention *a) {
@@ -40,7 +41,7 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     int half = a->layout.half;
     size_t used = 0;
 #define TAKE(p, bytes) (p = (void *)(base + used), used += ((bytes) + 63) / 64 * 64)
-    TAKE(w->q, rows * dim * (NARROW(half) ? 2 : 4));
+    TAKE(w->q, a->tile_rows * a->layout.heads * dim * (NARROW(half) ? 2 : 4));
     TAKE(w->total, rows * dim * 4);
     TAKE(w->total_largest, padded * 4);
     TAKE(w->total_sum, padded * 4);
@@ -55,6 +56,7 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     TAKE(w->gathered, CHUNK * dim * (half ? 2 : 4));
     if (a->on_tiles) { TAKE(w->padded, TILE * dim * 2); }
     TAKE(w->upcoming, sizeof *w->upcoming);
+    TAKE(w->queries_of, a->layout.heads * sizeof *w->queries_of);
 #undef TAKE
     return used;
 }
@@ -361,13 +363,13 @@ static int is_whole(const struct attention *a, const struct item *item, long chu
 static void look_ahead(const struct attention *a, const struct work *w, long index, long chunk) {
     const struct item *item = a->items + index;
     struct upcoming *u = w->upcoming;
-    u->present = u->count ? u->tiles[0] : 0;
     u->next = u->count = u->byte = 0;
     u->bytes = TILE * a->layout.dim * 2;
     if (++chunk == item->end_chunk) {
         if (++index == a->item_count) return;
         chunk = (++item)->first_chunk;
     }
+    u->call = a->call, u->item = index, u->chunk = chunk;
     const struct tile *tile = a->tiles + item->tile;
     if (!from_memory(a, tile) || item->heads > 1 || a->layout.tile != TILE) return;
     const struct query *queries = a->queries + tile->first;
@@ -385,14 +387,22 @@ static void look_ahead(const struct attention *a, const struct work *w, long ind
 }
 
 /* A chunk as in most of a long prefix: nothing to look for, to mask or to pad. */
-static void compute_whole(const struct attention *a, const struct work *w, const struct item *item, long chunk, const struct result *result) {
+static void compute_whole(const struct attention *a, const struct work *w, long index, long chunk, const struct result *result) {
+    const struct item *item = a->items + index;
     const struct tile *tile = a->tiles + item->tile;
     struct whole_chunk whole = {.rows = tile->count * a->group, .dim = a->layout.dim, .q = w->q, .scale = a->scale * LOG2E, .scores = w->scores,
                                 .weights = w->weights, .values = result->values, .largest = result->largest, .sum = result->sum};
-    struct piece all = {0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK};
-    find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 0, whole.k);
-    find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 1, whole.v);
-    if (from_memory(a, tile) && w->upcoming->present != whole.k[0]) fetch_tiles(whole.v, CHUNK_TILES, a->layout.dim);
+    const struct upcoming *u = w->upcoming;
+    if (u->count == 2 * CHUNK_TILES && u->call == a->call && u->item == index && u->chunk == chunk) {
+        memcpy(whole.k, u->tiles, sizeof whole.k);
+        memcpy(whole.v, u->tiles + CHUNK_TILES, sizeof whole.v);
+    } else {
+        struct piece all = {0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK};
+        find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 0, whole.k);
+        find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 1, whole.v);
+        if (from_memory(a, tile)) fetch_tiles(whole.v, CHUNK_TILES, a->layout.dim);
+    }
+    look_ahead(a, w, index, chunk);
     tile_whole_chunk(&whole, w->upcoming);
 }
 
@@ -405,7 +415,12 @@ static void attention_item(void *context, long index, int thread) {
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
     struct merged *merged = a->merged + item->tile * a->layout.heads + item->first_head;
-    for (long h = 0; h < item->heads; h++) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
+    w.q = element(w.q, item->first_head * a->tile_rows * dim, NARROW(a->layout.half));
+    for (long h = 0; h < item->heads; h++) {
+        long *queries_of = w.queries_of + item->first_head + h;
+        if (*queries_of != a->call + item->tile) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
+        *queries_of = a->call + item->tile;
+    }
     if (!split) {
         memset(w.total, 0, item->heads * rows * dim * sizeof(float));
         for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
@@ -414,9 +429,9 @@ static void attention_item(void *context, long index, int thread) {
         int next = item->in_order && __atomic_load_n(&merged->chunks, __ATOMIC_ACQUIRE) == chunk; /* it can be merged at once */
         struct result result = {w.values, w.largest, w.sum, stride}, first;
         if (split && (!next || !chunk)) result = partial_results(a, tile, item->first_head, chunk);
-        look_ahead(a, &w, index, chunk);
-        if (is_whole(a, item, chunk)) compute_whole(a, &w, item, chunk, &result);
+        if (is_whole(a, item, chunk)) compute_whole(a, &w, index, chunk, &result);
         else {
+            look_ahead(a, &w, index, chunk);
             struct piece pieces[2 * ROWS];
             long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
             compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, &result);
@@ -466,6 +481,8 @@ void radixkv_paged_attention(const void *q, long q_row, const void *k_cache, con
                           .on_tiles = NARROW(half) && dim % TILE == 0 && matrix_tiles()};
     attention_plan(&a, starts, lengths, sequences, tokens, segments, segment_count, threads);
     if (a.query_count < tokens) memset(out, 0, tokens * kv_heads * group * dim * (half ? 2 : 4)); /* rows that no sequence owns */
+    static long calls = 1L << 40; /* such numbers are not in a scratch by chance */
+    a.call = __atomic_fetch_add(&calls, a.tile_count, __ATOMIC_RELAXED);
     struct work w;
     a.thread_bytes = work_layout(&w, 0, &a);
     long merged_bytes = a.partial_rows ? a.tile_count * kv_heads * sizeof *a.merged : 0;

@@ -38,7 +38,8 @@ struct attention {
     struct query *queries;
     struct tile *tiles;
     struct item *items;
-    long query_count, tile_count, item_count, max_rows; /* max_rows: of an item, times its heads */
+    long call;                                                      /* a number that no other one has, nor call + 1 .. call + tile_count - 1 */
+    long query_count, tile_count, item_count, tile_rows, max_rows; /* tile_rows: of a tile, max_rows: of an item, times its heads; at most */
     long merge_panels; /* of a tile's rows, at most, a register each */
     char *thread_scratch;
     size_t thread_bytes;

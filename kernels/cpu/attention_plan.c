@@ -71,7 +71,8 @@ static long cut_items(struct attention *a, long target, int threads, struct item
             tile->partial = a->partial_rows;
             a->partial_rows += padded_rows(a, tile) * tile->chunks * heads;
         }
-        a->max_rows = rows * per_item > a->max_rows ? rows * per_item : a->max_rows;
+        a->tile_rows = at_least(a->tile_rows, rows);
+        a->max_rows = at_least(a->max_rows, rows * per_item);
     }
     return count;
 }

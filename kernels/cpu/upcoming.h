@@ -10,7 +10,7 @@
 struct upcoming {
     long count, next, byte, bytes; /* tiles, a multiple of SIDE_BY_SIDE; those before `next` are fetched, of those from it on `byte` of `bytes` */
     const char *tiles[UPCOMING_TILES];
-    const void *present; /* the first tile of what was announced last time, and is read now */
+    long call, item, chunk; /* whose they are */
 };
 
 /* `count` tiles after those announced before; none of them if that would be too many. */
