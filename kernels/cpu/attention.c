@@ -358,6 +358,19 @@ static int is_whole(const struct attention *a, const struct item *item, long chu
     return (chunk + 1) * CHUNK <= a->tiles[item->tile].whole && item->heads == 1 && a->layout.tile == TILE && a->on_tiles && whole_chunks_of(a->layout.dim);
 }
 
+/* Such a chunk's tiles of keys, then of values. */
+static void find_whole(const struct attention *a, const struct tile *tile, long head, long chunk, const char **tiles) {
+    const struct kv_layout *l = &a->layout;
+    const int32_t *table = a->tables + a->queries[tile->first].sequence * a->table_stride;
+    const char *keys = element(a->k_cache, kv_tile(l, 0, head, 0), 1), *values = element(a->v_cache, kv_tile(l, 0, head, 0), 1);
+    long block = chunk * CHUNK / l->block_size, offset = chunk * CHUNK % l->block_size, block_bytes = kv_tile(l, 1, 0, 0) * 2;
+    for (long i = 0; i < CHUNK_TILES; i++) {
+        long at = table[block] * block_bytes + offset * l->dim * 2;
+        tiles[i] = keys + at, tiles[CHUNK_TILES + i] = values + at;
+        if ((offset += TILE) == l->block_size) block++, offset = 0;
+    }
+}
+
 /* What the item after `chunk` of item `index` reads: its next chunk, or the first one of the next item, which this thread takes if no
    other is faster. */
 static void look_ahead(const struct attention *a, const struct work *w, long index, long chunk) {
@@ -372,11 +385,14 @@ static void look_ahead(const struct attention *a, const struct work *w, long ind
     u->call = a->call, u->item = index, u->chunk = chunk;
     const struct tile *tile = a->tiles + item->tile;
     if (!from_memory(a, tile) || item->heads > 1 || a->layout.tile != TILE) return;
+    if (is_whole(a, item, chunk)) {
+        find_whole(a, tile, item->first_head, chunk, u->tiles);
+        u->count = 2 * CHUNK_TILES;
+        return;
+    }
     const struct query *queries = a->queries + tile->first;
-    struct piece pieces[2 * ROWS], whole = {0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK};
-    long count = 1;
-    if (is_whole(a, item, chunk)) pieces[0] = whole;
-    else count = find_pieces(queries, 0, tile->count, whole.from, whole.to, pieces, 0);
+    struct piece pieces[2 * ROWS];
+    long count = find_pieces(queries, 0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK, pieces, 0);
     for (int of_values = 0; of_values < 2; of_values++)
         for (const struct piece *p = pieces; p < pieces + count; p++) {
             const void *tiles[CHUNK_TILES];
@@ -393,14 +409,10 @@ static void compute_whole(const struct attention *a, const struct work *w, long 
     struct whole_chunk whole = {.rows = tile->count * a->group, .dim = a->layout.dim, .q = w->q, .scale = a->scale * LOG2E, .scores = w->scores,
                                 .weights = w->weights, .values = result->values, .largest = result->largest, .sum = result->sum};
     const struct upcoming *u = w->upcoming;
-    if (u->count == 2 * CHUNK_TILES && u->call == a->call && u->item == index && u->chunk == chunk) {
-        memcpy(whole.k, u->tiles, sizeof whole.k);
-        memcpy(whole.v, u->tiles + CHUNK_TILES, sizeof whole.v);
-    } else {
-        struct piece all = {0, tile->count, chunk * CHUNK, (chunk + 1) * CHUNK};
-        find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 0, whole.k);
-        find_tiles(a, w, a->queries + tile->first, &all, item->first_head, 1, whole.v);
-        if (from_memory(a, tile)) fetch_tiles(whole.v, CHUNK_TILES, a->layout.dim);
+    if (u->count && u->call == a->call && u->item == index && u->chunk == chunk) memcpy(whole.tiles, u->tiles, sizeof whole.tiles);
+    else {
+        find_whole(a, tile, item->first_head, chunk, whole.tiles);
+        if (from_memory(a, tile)) fetch_tiles((const void *const *)whole.tiles + CHUNK_TILES, CHUNK_TILES, a->layout.dim);
     }
     look_ahead(a, w, index, chunk);
     tile_whole_chunk(&whole, w->upcoming);

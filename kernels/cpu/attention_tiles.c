@@ -26,7 +26,6 @@ INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long 
     HOLD(0, 1) HOLD(1, 2) HOLD(2, 3) HOLD(3, 4)
     for (long t = 0; t < count; t++) {
         fetch_upcoming(upcoming);
-        fetch_upcoming(upcoming);
         tile_zero(0);
         STEP(0, 1) STEP(1, 2) STEP(2, 3) STEP(3, 4)
         tile_store(0, c + t * TILE, stride * 4);
@@ -39,7 +38,6 @@ INLINE void score(int HELD, const bf16 *q, long dim, const void *const *k, long 
 static void score_any(const bf16 *q, long dim, const void *const *k, long count, float *c, long stride, struct upcoming *upcoming) {
     for (long t = 0; t < count; t++) {
         const bf16 *b = k[t];
-        fetch_upcoming(upcoming);
         fetch_upcoming(upcoming);
         tile_zero(0);
         if (dim % 32) for (long d = 0; d < dim; d += 16) { tile_load(6, q + d, dim * 2); tile_stream(7, b + d * TILE, 64); tile_multiply(0, 6, 7); }
@@ -100,10 +98,11 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
 
 INLINE void whole(int HELD, const struct whole_chunk *c, struct upcoming *upcoming) {
     const long dim = HELD * 32;
+    const void *const *k = (const void *const *)c->tiles, *const *v = k + CHUNK_TILES;
     for (long row = 0; row < c->rows; row += TILE_ROWS) {
         long rows = at_most(c->rows - row, TILE_ROWS);
         configure(rows);
-        score(HELD, c->q + row * dim, dim, c->k, CHUNK_TILES, c->scores, CHUNK, upcoming);
+        score(HELD, c->q + row * dim, dim, k, CHUNK_TILES, c->scores, CHUNK, upcoming);
         for (long r = 0; r < rows; r += SOFTMAX_ROWS) {
             long count = at_most(rows - r, SOFTMAX_ROWS);
             float *values = c->values + (row + r) * dim;
@@ -111,7 +110,7 @@ INLINE void whole(int HELD, const struct whole_chunk *c, struct upcoming *upcomi
             softmax_few(count, 1, c->scores + r * CHUNK, c->weights + r * CHUNK, c->scale, 0, CHUNK, c->largest + row + r, c->sum + row + r, upcoming);
         }
         UNROLL for (long d = 0; d < dim; d += 4 * TILE)
-            value(dim - d < 4 * TILE ? (dim - d) / TILE : 4, 1, c->weights, CHUNK, c->v, 0, CHUNK_TILES, d, dim, c->values + row * dim + d, upcoming);
+            value(dim - d < 4 * TILE ? (dim - d) / TILE : 4, 1, c->weights, CHUNK, v, 0, CHUNK_TILES, d, dim, c->values + row * dim + d, upcoming);
     }
 }
 

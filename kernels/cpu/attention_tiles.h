@@ -18,7 +18,7 @@ void tile_values(long rows, int begin, const bf16 *p, long stride, const void *c
 struct whole_chunk {
     long rows, dim;
     const bf16 *q; /* [rows][dim] */
-    const void *k[CHUNK_TILES], *v[CHUNK_TILES];
+    const char *tiles[2 * CHUNK_TILES]; /* of keys, then of values */
     float scale, *scores;          /* scratch [16][CHUNK] */
     bf16 *weights;                 /* the same */
     float *values, *largest, *sum; /* the partial results: [rows][dim]; [rows] */

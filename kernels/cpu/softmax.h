@@ -34,7 +34,7 @@ INLINE void exponentials(int R, const float *scores, bf16 *weights, float scale,
     vf offset[SOFTMAX_ROWS], odd[SOFTMAX_ROWS];
     UNROLL for (int r = 0; r < R; r++) offset[r] = vset(127 * 256) + top[r] * vset(256), odd[r] = vset(0);
     for (long t = 0; t < end; t += 2 * VL) {
-        fetch_upcoming(upcoming);
+        if (t / (2 * VL) % 2) fetch_upcoming(upcoming);
         UNROLL for (int r = 0; r < R; r++) {
             __m512i p = exp2_of_16_bits(scores + r * CHUNK + t, vset(scale * 256), offset[r]);
             _mm512_storeu_si512(weights + r * CHUNK + t, p);
@@ -75,7 +75,7 @@ INLINE void softmax_rows(int R, int narrow, float *scores, void *weights, float 
     }
     if (narrow && EXP2_OF_16_BITS) exponentials(R, scores, weights, scale, top, end, total, upcoming);
     else for (long t = 0; t < end; t += 2 * VL) {
-        fetch_upcoming(upcoming);
+        if (t / (2 * VL) % 2) fetch_upcoming(upcoming);
         UNROLL for (int r = 0; r < R; r++) {
             vf p = vexp2_of(vfma(vload(scores + r * CHUNK + t), vset(scale), top[r]), narrow);
             vf next = vexp2_of(vfma(vload(scores + r * CHUNK + t + VL), vset(scale), top[r]), narrow);

@@ -5,7 +5,7 @@
 #include "gemm.h"
 
 #define UPCOMING_TILES 128 /* at most; a chunk that all rows share has 32 */
-#define SIDE_BY_SIDE 4     /* tiles fetched by turns: each lies in a page of its own */
+#define SIDE_BY_SIDE 8     /* tiles fetched by turns: requests into one page had better be some time apart */
 
 struct upcoming {
     long count, next, byte, bytes; /* tiles, a multiple of SIDE_BY_SIDE; those before `next` are fetched, of those from it on `byte` of `bytes` */
