@@ -400,6 +400,7 @@ static void look_ahead(const struct attention *a, const struct work *w, long ind
             find_tiles(a, w, queries, p, item->first_head, of_values, tiles);
             announce(u, tiles, n);
         }
+    announced(u);
 }
 
 /* A chunk as in most of a long prefix: nothing to look for, to mask or to pad. */

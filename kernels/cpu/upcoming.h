@@ -4,7 +4,7 @@
 #pragma once
 #include "gemm.h"
 
-#define UPCOMING_TILES 128 /* at most; a chunk that all rows share has 32 */
+#define UPCOMING_TILES 256 /* at most; a chunk that all rows share has 32 */
 #define SIDE_BY_SIDE 8     /* tiles fetched by turns: requests into one page had better be some time apart */
 
 struct upcoming {
@@ -13,11 +13,13 @@ struct upcoming {
     long call, item, chunk; /* whose they are */
 };
 
-/* `count` tiles after those announced before; none of them if that would be too many. */
+/* `count` tiles after those announced before, as many as there is room for. */
 INLINE void announce(struct upcoming *u, const void *const *tiles, long count) {
-    if (u->count + count + SIDE_BY_SIDE > UPCOMING_TILES) return;
-    for (long i = 0; i < count; i++) u->tiles[u->count + i] = tiles[i];
-    for (u->count += count; u->count % SIDE_BY_SIDE; u->count++) u->tiles[u->count] = u->tiles[u->count - 1];
+    for (long i = 0; i < count && u->count < UPCOMING_TILES; i++) u->tiles[u->count++] = tiles[i];
+}
+/* After the last of them. */
+INLINE void announced(struct upcoming *u) {
+    for (; u->count % SIDE_BY_SIDE; u->count++) u->tiles[u->count] = u->tiles[u->count - 1];
 }
 
 /* The next line of each of SIDE_BY_SIDE tiles. */
