@@ -431,7 +431,8 @@ static void attention_item(void *context, long index, int thread) {
     w.q = element(w.q, item->first_head * a->tile_rows * dim, NARROW(a->layout.half));
     for (long h = 0; h < item->heads; h++) {
         long *queries_of = w.queries_of + item->first_head + h;
-        if (*queries_of != a->call + item->tile) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
+        /* Those of all heads lie closer together, where another tile's item of one head may have written over them. */
+        if (item->heads > 1 || *queries_of != a->call + item->tile) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
         *queries_of = a->call + item->tile;
     }
     if (!split) {

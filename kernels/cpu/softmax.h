@@ -8,14 +8,14 @@
 
 #define SOFTMAX_ROWS 4 /* at a time */
 
-/* Where products are on matrix tiles the exponentials are half of the work, and rounded to 8 bits as soon as they are there. */
+/* Where products are on matrix tiles the exponentials are the largest part of the work, and rounded to 8 bits as soon as they are there. */
 #if MATRIX_TILES && VBYTES == 64 && defined(__AVX512VBMI__)
 #define EXP2_OF_16_BITS 1
 
 /* 2^x, rounded to bfloat16, for 32 x <= 0: scale * scores + offset is 256 (x + 127).  As an integer that has exponent and fraction f side by
    side as the result has exponent and mantissa, which is 2^f - 1 (Schraudolph 1999, "A Fast, Compact Approximation of the Exponential
    Function"); the difference is looked up for each 64th, and a last bit rounded off.  The error is 0.196 % (root mean square; 0.166 if 2^x
-   were exact) and at most 0.59 % (0.39); from x = 0 comes 1, from x < -127 comes 0. */
+   were exact) and at most 0.59 % (0.39); from x = 0 comes 1, from x < -127 comes 0, and from NaN, too. */
 INLINE __m512i exp2_of_16_bits(const float *scores, vf scale, vf offset) {
     /* f - (2^f - 1) in 256ths: for each 64th of f the number with the least mean square error of the result. */
     static const uint8_t differences[64] __attribute__((aligned(64))) = {

@@ -239,6 +239,21 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("dtype", ["native-bfloat16"], indirect=True)
+def test_whoever_takes_whichever_item_when_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long sequences, whose heads go together, beside six that share a prefix, head by head; many times, as threads race."""
+    lengths, shared = [3000, 700, 700, 700, 700, 700, 700, 2900], [0, 0, 640, 640, 640, 640, 640, 0]
+    calls: list[tuple[object, ...]] = []
+    attend = cpu.paged_attention
+    monkeypatch.setattr(cpu, "paged_attention", lambda *call: calls.append(call) or attend(*call))
+    Sequences.random(lengths, 9, 3, 64, dtype, shared).attend(16, [(s, n - 1, n) for s, n in enumerate(lengths)], shared)
+    with torch_threads(1):
+        expected = attend(*calls[0])
+    for threads in (3, 4, 5, 7):
+        with torch_threads(threads):
+            assert all(torch.equal(attend(*calls[0]), expected) for _ in range(500))
+
+
 def test_rows_that_no_sequence_owns_are_zero(dtype: torch.dtype) -> None:
     k_cache, v_cache = cpu.allocate_kv(4, 16, 1, 64, dtype, CPU)
     slots = torch.arange(5)
