@@ -25,10 +25,16 @@
    elsewhere bfloat16 keys and values are widened to the float32 of queries and weights. */
 #define NARROW(half) ((half) && DOT_PAIRS)
 
+/* Of some chunks: values[row][dim], largest[row] and sum[row]; those of the next head are `rows` rows further. */
+struct result {
+    float *values, *largest, *sum;
+    long rows;
+};
+
 struct work { /* one thread's scratch: for all rows of an item, and for the rows of one head */
     void *q;
-    float *total, *total_largest, *total_sum;
-    float *values, *scores, *largest, *sum, *old_factor, *new_factor;
+    struct result total, chunk;
+    float *scores, *old_factor, *new_factor;
     void *weights; /* [rows][CHUNK]: the scores' own memory, or bfloat16 */
     void *gathered;
     bf16 *padded; /* a tile of v: see tile_values */
@@ -42,13 +48,12 @@ static size_t work_layout(struct work *w, char *base, const struct attention *a)
     size_t used = 0;
 #define TAKE(p, bytes) (p = (void *)(base + used), used += ((bytes) + 63) / 64 * 64)
     TAKE(w->q, a->tile_rows * a->layout.heads * dim * (NARROW(half) ? 2 : 4));
-    TAKE(w->total, rows * dim * 4);
-    TAKE(w->total_largest, padded * 4);
-    TAKE(w->total_sum, padded * 4);
-    TAKE(w->values, padded * dim * 4);
+    for (struct result *r = &w->total; r <= &w->chunk; r++) {
+        TAKE(r->values, padded * dim * 4);
+        TAKE(r->largest, padded * 4);
+        TAKE(r->sum, padded * 4);
+    }
     TAKE(w->scores, rows * CHUNK * 4);
-    TAKE(w->largest, padded * 4);
-    TAKE(w->sum, padded * 4);
     TAKE(w->old_factor, padded * 4);
     TAKE(w->new_factor, padded * 4);
     if (NARROW(half)) { TAKE(w->weights, rows * CHUNK * 2); }
@@ -176,33 +181,36 @@ static void value_panel(int half, long rows, int begin, const void *p, const voi
 #undef TILES
 }
 
-/* total[rows][dim] += values, both scaled to the larger of a row's largest scores.  Rows whose `largest` is -INFINITY stay as they are. */
-static void merge_rows(const struct work *w, long rows, float *total, float *total_largest, float *total_sum, const float *values,
-                       const float *largest, const float *sum, long dim) {
+static struct result from_row(struct result r, long row, long dim) {
+    return (struct result){r.values + row * dim, r.largest + row, r.sum + row, r.rows};
+}
+
+/* Adds `more` to `total`, both scaled to the larger of a row's largest scores.  Rows of which more's is -INFINITY stay as they are. */
+static void merge_rows(const struct work *w, long rows, struct result total, struct result more, long dim) {
     for (long row = 0; row < rows; row += VL) { /* all of a register, of which the last may reach beyond the rows into padding */
-        vf old = vload(total_largest + row), new = vload(largest + row), both = vmax(old, new);
+        vf old = vload(total.largest + row), new = vload(more.largest + row), both = vmax(old, new);
         vi none = both == vset(-INFINITY);
         old = vexp2(vselect(none, vset(-INFINITY), old - both)), new = vexp2(vselect(none, vset(-INFINITY), new - both));
-        vstore(total_largest + row, both);
-        vstore(total_sum + row, vfma(vload(total_sum + row), old, vload(sum + row) * new));
+        vstore(total.largest + row, both);
+        vstore(total.sum + row, vfma(vload(total.sum + row), old, vload(more.sum + row) * new));
         vstore(w->old_factor + row, old);
         vstore(w->new_factor + row, new);
     }
-    for (long row = 0; row < rows; row++, total += dim, values += dim) {
-        if (largest[row] == -INFINITY) continue;
+    for (long row = 0; row < rows; row++, total.values += dim, more.values += dim) {
+        if (more.largest[row] == -INFINITY) continue;
         vf old = vset(w->old_factor[row]), new = vset(w->new_factor[row]);
         long d = 0;
-        for (; d + VL <= dim; d += VL) vstore(total + d, vfma(vload(total + d), old, vload(values + d) * new));
-        for (; d < dim; d++) total[d] = vfma(vset(total[d]), old, vset(values[d]) * new)[0];
+        for (; d + VL <= dim; d += VL) vstore(total.values + d, vfma(vload(total.values + d), old, vload(more.values + d) * new));
+        for (; d < dim; d++) total.values[d] = vfma(vset(total.values[d]), old, vset(more.values[d]) * new)[0];
     }
 }
 
-static void finish_row(const struct attention *a, long head, const struct tile *tile, long row, const float *total, float sum) {
+static void finish_row(const struct attention *a, long head, const struct tile *tile, long row, struct result total) {
     long token = a->queries[tile->first + row / a->group].token, dim = a->layout.dim, d = 0;
     long to = ((token * a->layout.heads + head) * a->group + row % a->group) * dim;
-    vf inverse = vset(sum == 0 ? 0 : 1.0f / sum);
-    for (; d + VL <= dim; d += VL) store_from_float(a->out, to + d, vload(total + d) * inverse, a->layout.half);
-    for (; d < dim; d++) put_float(a->out, to + d, total[d] * inverse[0], a->layout.half);
+    vf inverse = vset(*total.sum == 0 ? 0 : 1.0f / *total.sum);
+    for (; d + VL <= dim; d += VL) store_from_float(a->out, to + d, vload(total.values + d) * inverse, a->layout.half);
+    for (; d < dim; d++) put_float(a->out, to + d, total.values[d] * inverse[0], a->layout.half);
 }
 
 /* The largest limit of the queries that rows row .. end - 1 belong to. */
@@ -222,13 +230,7 @@ static int from_memory(const struct attention *a, const struct tile *tile) {
     return a->on_tiles && (tile->count == 1 || a->queries[tile->first].sequence != a->queries[tile->first + tile->count - 1].sequence);
 }
 
-/* Where a chunk's partial results go: values[row][dim], largest[row] and sum[row]; those of the next head are `rows` rows further. */
-struct result {
-    float *values, *largest, *sum;
-    long rows;
-};
-
-/* Those of a split tile. */
+/* A chunk's place in a split tile; the first one's takes what is merged at once, too. */
 static struct result partial_results(const struct attention *a, const struct tile *tile, long head, long chunk) {
     long rows = padded_rows(a, tile), at = tile->partial + (head * tile->chunks + chunk) * rows;
     return (struct result){a->partial_values + at * a->layout.dim, a->partial_largest + at, a->partial_sum + at, tile->chunks * rows};
@@ -427,7 +429,6 @@ static void attention_item(void *context, long index, int thread) {
     int split = tile->partial >= 0;
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
-    struct merged *merged = a->merged + item->tile * a->layout.heads + item->first_head;
     w.q = element(w.q, item->first_head * a->tile_rows * dim, NARROW(a->layout.half));
     for (long h = 0; h < item->heads; h++) {
         long *queries_of = w.queries_of + item->first_head + h;
@@ -435,14 +436,12 @@ static void attention_item(void *context, long index, int thread) {
         if (item->heads > 1 || *queries_of != a->call + item->tile) load_queries(a, tile, item->first_head + h, element(w.q, h * rows * dim, NARROW(a->layout.half)));
         *queries_of = a->call + item->tile;
     }
-    if (!split) {
-        memset(w.total, 0, item->heads * rows * dim * sizeof(float));
-        for (long i = 0; i < item->heads * stride; i++) w.total_largest[i] = -INFINITY, w.total_sum[i] = 0;
-    }
+    w.total.rows = w.chunk.rows = stride;
+    struct merged *merged = a->merged + item->tile * a->layout.heads + item->first_head;
+    struct result total = split ? partial_results(a, tile, item->first_head, 0) : w.total;
     for (long chunk = item->first_chunk; chunk < item->end_chunk; chunk++) {
-        int next = item->in_order && __atomic_load_n(&merged->chunks, __ATOMIC_ACQUIRE) == chunk; /* it can be merged at once */
-        struct result result = {w.values, w.largest, w.sum, stride}, first;
-        if (split && (!next || !chunk)) result = partial_results(a, tile, item->first_head, chunk);
+        int next = !split || item->in_order && __atomic_load_n(&merged->chunks, __ATOMIC_ACQUIRE) == chunk; /* it can be merged at once */
+        struct result result = !chunk ? total : next ? w.chunk : partial_results(a, tile, item->first_head, chunk);
         if (is_whole(a, item, chunk)) compute_whole(a, &w, index, chunk, &result);
         else {
             look_ahead(a, &w, index, chunk);
@@ -450,18 +449,12 @@ static void attention_item(void *context, long index, int thread) {
             long start = chunk * CHUNK, count = find_pieces(a->queries + tile->first, 0, tile->count, start, start + CHUNK, pieces, 0);
             compute_chunk(a, &w, tile, item->first_head, item->heads, start, pieces, count, &result);
         }
-        for (long h = 0; !split && h < item->heads; h++)
-            merge_rows(&w, rows, w.total + h * rows * dim, w.total_largest + h * stride, w.total_sum + h * stride, w.values + h * stride * dim,
-                       w.largest + h * stride, w.sum + h * stride, dim);
         if (!next) continue;
-        first = partial_results(a, tile, item->first_head, 0);
-        if (chunk) merge_rows(&w, rows, first.values, first.largest, first.sum, w.values, w.largest, w.sum, dim);
-        __atomic_store_n(&merged->chunks, chunk + 1, __ATOMIC_RELEASE);
+        for (long h = 0; chunk && h < item->heads; h++) merge_rows(&w, rows, from_row(total, h * stride, dim), from_row(result, h * stride, dim), dim);
+        if (split) __atomic_store_n(&merged->chunks, chunk + 1, __ATOMIC_RELEASE);
     }
-    if (!split)
-        for (long h = 0; h < item->heads; h++)
-            for (long row = 0; row < rows; row++)
-                finish_row(a, item->first_head + h, tile, row, w.total + (h * rows + row) * dim, w.total_sum[h * stride + row]);
+    for (long h = 0; !split && h < item->heads; h++)
+        for (long row = 0; row < rows; row++) finish_row(a, item->first_head + h, tile, row, from_row(total, h * stride + row, dim));
 }
 
 /* A register of rows of a tile for a head. */
@@ -469,18 +462,14 @@ static void merge_item(void *context, long index, int thread) {
     const struct attention *a = context;
     const struct tile *tile = a->tiles + index / a->merge_panels / a->layout.heads;
     long head = index / a->merge_panels % a->layout.heads, first = index % a->merge_panels * VL, dim = a->layout.dim;
-    long all = tile->count * a->group, rows = at_most(all - first, VL);
+    long rows = at_most(tile->count * a->group - first, VL);
     if (tile->partial < 0 || rows <= 0) return;
     struct work w;
     work_layout(&w, a->thread_scratch + thread * a->thread_bytes, a);
-    memset(w.total, 0, rows * dim * sizeof(float));
-    for (long row = 0; row < VL; row++) w.total_largest[row] = -INFINITY, w.total_sum[row] = 0;
-    long merged = a->merged[index / a->merge_panels].chunks;
-    for (long chunk = 0; chunk < tile->chunks; chunk += chunk ? 1 : at_least(merged, 1)) {
-        struct result result = partial_results(a, tile, head, chunk);
-        merge_rows(&w, rows, w.total, w.total_largest, w.total_sum, result.values + first * dim, result.largest + first, result.sum + first, dim);
-    }
-    for (long row = 0; row < rows; row++) finish_row(a, head, tile, first + row, w.total + row * dim, w.total_sum[row]);
+    struct result total = from_row(partial_results(a, tile, head, 0), first, dim);
+    for (long chunk = at_least(a->merged[index / a->merge_panels].chunks, 1); chunk < tile->chunks; chunk++)
+        merge_rows(&w, rows, total, from_row(partial_results(a, tile, head, chunk), first, dim), dim);
+    for (long row = 0; row < rows; row++) finish_row(a, head, tile, first + row, from_row(total, row, dim));
 }
 
 /* q [tokens, heads, dim] with rows q_row apart; out the same, contiguous; heads = kv_heads * group.  starts [sequences + 1],
