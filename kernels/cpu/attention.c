@@ -90,7 +90,28 @@ static long find_pieces(const struct query *q, long i, long j, long from, long t
     return n;
 }
 
-/* Keys or values of a piece as tiles of 16 tokens; the last may hold less. */
+/* A tile of a small block to tokens first .. of one of 16. */
+static void gather_tile(const struct kv_layout *l, int of_values, const char *from, char *to, long first) {
+    long T = l->tile, lanes = l->half ? 2 : 1; /* elements in 4 bytes */
+    if (of_values && (T > 1 || !l->half)) { /* whole rows */
+        memcpy(to + first * l->dim * 4 / lanes, from, T * l->dim * 4 / lanes);
+        return;
+    }
+    if (of_values) { /* every other element of a row of pairs */
+        for (long d = 0; d < l->dim; d++) ((bf16 *)to)[(first / 2 * l->dim + d) * 2 + first % 2] = ((const bf16 *)from)[d];
+        return;
+    }
+#define ROWS_OF(bytes) for (long row = 0; row < l->dim / lanes; row++) memcpy(to + (row * TILE + first) * 4, from + row * (bytes), bytes)
+    switch (T) {
+    case 1: ROWS_OF(4); break;
+    case 2: ROWS_OF(8); break;
+    case 4: ROWS_OF(16); break;
+    case 8: ROWS_OF(32); break;
+    }
+#undef ROWS_OF
+}
+
+/* Keys or values of a piece as tiles of 16 tokens; the last may hold less.  Small blocks are gathered. */
 static void find_tiles(const struct attention *a, const struct work *w, const struct query *queries, const struct piece *p, long head,
                        int of_values, const void **tiles) {
     const struct kv_layout *l = &a->layout;
@@ -107,19 +128,10 @@ static void find_tiles(const struct attention *a, const struct work *w, const st
         }
         return;
     }
-    /* Small blocks: gather them into tiles of 16. */
-    struct kv_layout wide = *l;
-    wide.tile = TILE;
-    long size = l->half ? 2 : 4, length = p->to - p->from;
-    for (long t = 0; t < length; t += l->tile) {
-        long from = kv_tile(l, table[(p->from + t) / l->block_size], head, 0), to = t / TILE * TILE * l->dim;
-        for (long u = 0; u < l->tile && t + u < length; u++)
-            for (long d = 0; d < l->dim; d++) {
-                long x = from + (of_values ? v_index(l, u, d) : k_index(l, u, d));
-                long y = to + (of_values ? v_index(&wide, t % TILE + u, d) : k_index(&wide, t % TILE + u, d));
-                memcpy(element(w->gathered, y, l->half), element(cache, x, l->half), size);
-            }
-    }
+    long length = p->to - p->from;
+    for (long t = 0; t < length; t += l->tile)
+        gather_tile(l, of_values, element(cache, kv_tile(l, table[(p->from + t) / l->block_size], head, 0), l->half),
+                    element(w->gathered, t / TILE * TILE * l->dim, l->half), t % TILE);
     for (long t = 0; t < length; t += TILE) *tiles++ = element(w->gathered, t * l->dim, l->half);
 }
 
@@ -331,10 +343,10 @@ static void compute_rows(const struct attention *a, const struct work *w, const 
 
 /* All rows of the tile.  On matrix tiles those of a panel go all the way before the next ones: 16 KB of scores stay in L1.  Keys and values
    then come from L2 for each panel, nearly as fast as they are multiplied.  Elsewhere, and where a few rows of all heads advance
-   together, it's all rows at once. */
+   together, it's all rows at once, as where small blocks are gathered, which is to be done once. */
 static void compute_chunk(const struct attention *a, const struct work *w, const struct tile *tile, long head, long heads, long start,
                           const struct piece *pieces, long count, const struct result *result) {
-    long rows = tile->count * a->group, step = a->on_tiles && heads == 1 ? TILE_ROWS : rows;
+    long rows = tile->count * a->group, step = a->on_tiles && heads == 1 && a->layout.tile == TILE ? TILE_ROWS : rows;
     for (long row = 0; row < rows; row += step)
         compute_rows(a, w, tile, row, at_most(row + step, rows), head, heads, start, pieces, count, result);
 }
