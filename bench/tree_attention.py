@@ -56,6 +56,7 @@ def tree_attention(
     own: Count = 20,
     steps: Count = 32,
     rounds: Count = 5,
+    widen: bool = False,
     json: Path | None = None,
 ) -> int:
     """Time decode steps of sequences that share a prefix, with tree attention and without it, in turn.
@@ -76,13 +77,19 @@ def tree_attention(
         Decode steps of each round.
     rounds
         Rounds of every prefix, with and without.
+    widen
+        Hold the file's 4 and 8 bit weights in memory as the dtype that they stand for, as engines without kernels for them do.
+        The step computes the same from 2 to 3 times the bytes of weights, and the prefix is a smaller part of it.
     json
         File to write the seconds of every step to.
     """
     from radixkv import LLM, PrefixCache
     from radixkv.cache.tree_order import tree_order
+    from radixkv.kernels import cpu
 
-    engine = LLM(model, dtype=dtype).engine
+    widened = mock.patch.object(cpu, "pack_quantized", return_value=None)
+    with widened if widen else nullcontext():
+        engine = LLM(model, dtype=dtype).engine
     off = mock.patch.object(PrefixCache, "tree_order", return_value=tree_order((), 1))  # nothing is shared
     seconds: dict[tuple[int, bool], list[float]] = {}
     for _ in range(rounds):
