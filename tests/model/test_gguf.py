@@ -157,6 +157,15 @@ def test_other_types_and_scales_that_are_not_finite_have_no_quantized_form(tmp_p
     assert _one_tensor(tmp_path / "c.gguf", data, Kind.Q4_0).quantized("t") is None
 
 
+@pytest.mark.parametrize("kind", [Kind.Q8_K, Kind.I16])
+def test_a_type_that_gguf_cannot_dequantise_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
+    data = np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8) if kind is Kind.Q8_K else np.zeros((2, 32), np.int16)
+    file = _one_tensor(tmp_path / "s.gguf", data, kind)
+    assert file.quantized("t") is None
+    with pytest.raises(ValueError, match=f"tensor t is of type {kind.name}, which gguf can't dequantise"):
+        file.dequantize("t")
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_a_model_multiplied_as_stored_has_the_logits_of_the_same_widened(
     name: str, tmp_path: Path, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
